@@ -1,0 +1,76 @@
+// The storage of one node, below the server: where bytes lie, what is known about them, when they go. All calls are thread-safe.
+//
+// Order of a put: data written, index committed, answered. Order of a free: entry deleted, committed, reads in flight over, hole punched.
+// Who calls what: the server's threads call discover, promise, withdraw, open_read, put; Python's gc calls queues, peek, evict;
+// one maintenance thread of the store's own flushes touches, syncs each second, punches holes (paced), seals segments.
+#pragma once
+#include <atomic>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "record.hpp"
+#include "wire.hpp"
+
+namespace kv {
+
+struct StoreConfig {
+  std::string dir;
+  uint64_t capacity_bytes = 0;        // records with their padding; 0: no limit but the disk's
+  uint64_t segment_bytes = 256u << 20;
+  uint64_t index_map_bytes = 0;       // LMDB map size; 0: 2% of capacity, at least 1 GiB
+  bool strict_sync = false;           // index mode "strict": every commit durable; else "relaxed": synced each second
+  uint32_t bucket_seconds = 60;
+  uint32_t pins_max = 1u << 20;       // promised extents at once; past it BUSY
+  bool virtual_clock = false;         // the clock is what clients' buckets say (trace replay); else the host's
+};
+
+class Segment;   // one append-only file; kept open while anyone reads it
+
+// A shard held open for reading: its bytes stay where they are until this is destroyed. Move-only.
+class ReadRef {
+ public:
+  ReadRef() = default;
+  ReadRef(ReadRef&&) noexcept;
+  ReadRef& operator=(ReadRef&&) noexcept;
+  ~ReadRef();
+  int fd() const;          // buffered
+  int fd_direct() const;   // O_DIRECT, opened on first use; -1 with errno where the filesystem has none
+  uint64_t segment_id() const;
+  uint64_t offset = 0;         // of the record in its file, a multiple of RECORD_ALIGN
+  uint64_t record_bytes = 0;
+  uint32_t head_bytes = 0;
+ private:
+  friend class Store;
+  std::shared_ptr<Segment> segment_;
+  uint64_t generation_ = 0;    // for "reads in flight over"
+  class Store* store_ = nullptr;
+};
+
+class Store {
+ public:
+  // Throws std::runtime_error with one clear line (directory in use: names the pid; wrong version; not writable).
+  static std::unique_ptr<Store> open(const StoreConfig& config);
+  virtual ~Store() = default;   // close(clean) was called, or this is a crash
+
+  // --- hot verbs (any thread) ---
+  // Appends a DISCOVER reply body for `count` keys to `out`.
+  virtual void discover(const Owner& owner, const uint8_t* keys, uint32_t count, std::vector<uint8_t>& out) = 0;
+  virtual void promise(const wire::PromiseRequest& request, const wire::WritingName* names, wire::PromiseAnswer* answers) = 0;
+  virtual void withdraw(const Owner& owner, const wire::WritingName* names, uint32_t count, uint32_t* statuses) = 0;
+  virtual Status open_read(const Owner& owner, const wire::ReadExtent& extent, ReadRef& out) = 0;
+  // `record` is 4 KiB-aligned memory of at least align_up(bytes, 4096); padding is zeroed here. Checks everything, writes, commits.
+  virtual Status put(uint8_t* record, uint64_t bytes) = 0;
+  // A reader found that these bytes fail their sum: counted, entry deleted, so the shard counts as lost.
+  virtual void report_corrupt(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) = 0;
+
+  virtual uint32_t bucket_now() const = 0;
+  virtual void close(bool clean) = 0;   // stops maintenance; clean: flush, sync, clean-stop mark
+
+ protected:
+  friend class ReadRef;
+  virtual void end_read(uint64_t generation) = 0;
+};
+
+}  // namespace kv

@@ -1,0 +1,1 @@
+"""kvstore: an open KV prompt cache. Vocabulary at the top, parts in the subpackages; see docs/ARCHITECTURE.md."""

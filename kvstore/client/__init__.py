@@ -1,0 +1,1 @@
+"""Lookup, load and store: what an inference host links."""

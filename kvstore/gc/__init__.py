@@ -1,0 +1,1 @@
+"""Recency, retention and eviction: decides what goes; the native store deletes it."""

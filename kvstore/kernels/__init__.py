@@ -1,0 +1,1 @@
+"""The native core, its typed face, and a plain Python reference beside each kernel."""

@@ -1,0 +1,1 @@
+"""The storage daemon: one process per SSD."""
