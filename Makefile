@@ -1,0 +1,31 @@
+# One verb each; every verb does the set-up it needs (scripts/setup: what is done already is skipped).
+PY := .venv/bin/python
+ARGS ?=
+
+help:           ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup:          ## Debian packages, .venv, Python packages, native core, the kvstore command
+	@scripts/setup
+
+demo: setup     ## a 12-node cluster on a real trace, two nodes killed on the way, every byte checked
+	@.venv/bin/kvstore demo $(ARGS)
+
+test: setup     ## all tests; SIZE=full runs the long ones too; ARGS goes to pytest
+	@$(PY) -m pytest -n 2 $(ARGS)
+
+check: setup    ## style, types, warnings as errors, generated files
+	@scripts/check
+
+format: setup   ## writes the sources in the house format
+	@.venv/bin/ruff format . && .venv/bin/ruff check --fix .
+
+bench: setup    ## measures what docs/PERFORMANCE.md promises, writes bench-results.json; ARGS='--only ID --smoke'
+	@scripts/build-raw
+	@$(PY) -m benchmarks $(ARGS)
+
+wheel: setup    ## a wheel in wheelhouse/ that needs no compiler, tried in an empty environment
+	@scripts/build-wheel
+
+.PHONY: help setup demo test check format bench wheel
+.DEFAULT_GOAL := help

@@ -1,0 +1,26 @@
+"""What all tests share: which sizes run, and that a test which needs hardware says so when it is left out."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+FULL_SIZE = os.environ.get("SIZE", "") == "full"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`long` runs with SIZE=full only, `gpu` where there is one; torch is imported only if some test asks for it."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    for item in items:
+        if item.get_closest_marker("long") and not FULL_SIZE:
+            item.add_marker(pytest.mark.skip(reason="long: run with SIZE=full"))
