@@ -12,7 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Who may import whom: a part imports parts of its own rank and below. The native core is a leaf that imports nothing: all may.
-RANKS = {"erasure": 1, "kernels": 1, "server": 2, "gc": 2, "client": 2, "engine_integration": 3, "cli": 3, "replay": 3, "demo": 3, "__main__": 4}
+RANKS = {
+    "erasure": 1,
+    "kernels": 1,
+    "server": 2,
+    "gc": 2,
+    "client": 2,
+    "engine_integration": 3,
+    "cli": 3,
+    "replay": 3,
+    "demo": 3,
+    "__main__": 4,
+}
 LEAF = "kvstore.kernels"
 LINES_MAX = 600
 FACE_LINES_MAX = 40
@@ -131,7 +142,9 @@ def test_banned_modules_and_calls_are_absent() -> None:
             if name in BANNED_CALLS:
                 findings.append(f"{path}:{call.lineno}: {name}() is banned: use {BANNED_CALLS[name]}")
             for keyword in call.keywords:
-                if keyword.arg in ("shell", "allow_pickle") and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+                if keyword.arg in ("shell", "allow_pickle") and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
                     findings.append(f"{path}:{call.lineno}: {keyword.arg} is banned")
     assert_none(findings)
 
