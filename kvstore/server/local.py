@@ -1,0 +1,330 @@
+"""A cluster of real daemon processes on this machine: for `kvstore up`, the demo, benchmarks and tests.
+
+    DIRECTORY/map.toml            the cluster map: node i is "node-<i>", its own host, so that killing one process is losing a host
+    DIRECTORY/node-00/            data of node 0, kept between starts
+    DIRECTORY/node-00.log, .pid   what it said on stderr; its process id while it runs
+    DIRECTORY/lock                held while a LocalCluster runs here, with its pid inside
+
+Daemons die with the process that started them (kvstore.server.child). Not safe for use by several threads at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Self
+
+from kvstore.clustermap import DEFAULT_CLASSES, ClusterMap, Node, RetentionClass
+from kvstore.errors import ConfigError, DirectoryInUse, Unreachable
+
+HOST: Final = "127.0.0.1"
+PORTS_PER_NODE: Final = 2  # data, admin
+LOG_TAIL_BYTES: Final = 4096
+
+
+class LocalCluster:
+    """N daemons and their map. `start()` returns when all serve; leaving the context stops them. Data stays in `directory`."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        nodes: int = 12,
+        *,
+        capacity_bytes: int = 4 << 30,
+        io: str | None = None,
+        k: int = 10,
+        m: int = 2,
+        cluster_id: str = "dev",
+        bucket_seconds: int = 60,
+        classes: Sequence[RetentionClass] = DEFAULT_CLASSES,
+        base_port: int = 0,
+        extra_arguments: Sequence[str] = (),
+        start_seconds: float = 60.0,
+        stop_seconds: float = 20.0,
+    ) -> None:
+        """`capacity_bytes` is each node's. `io` None lets the daemon choose. `base_port` 0 takes any free ports. `extra_arguments` go to
+        every daemon. Raises ConfigError where `directory` holds a cluster of another shape."""
+        self.directory = Path(directory)
+        self.nodes_count = nodes
+        self.capacity_bytes = capacity_bytes
+        self.io = io
+        self.base_port = base_port
+        self.extra_arguments = tuple(extra_arguments)
+        self.start_seconds = start_seconds
+        self.stop_seconds = stop_seconds
+        self.map_path = self.directory / "map.toml"
+        self.ready: list[dict[str, Any]] = [{} for _ in range(nodes)]
+        self._shape = (cluster_id, k, m, bucket_seconds, tuple(classes))
+        self._processes: list[subprocess.Popen[bytes] | None] = [None] * nodes
+        self._lock: IO[str] | None = None
+        # One thread starts all children and lives as long as they do: they get SIGTERM when the thread that started them ends.
+        self._spawner: ThreadPoolExecutor | None = None
+        self.map: ClusterMap = self._load_or_plan()
+
+    # --- life ---
+
+    def start(self) -> Self:
+        """Starts every daemon and waits until all serve. On DirectoryInUse, ConfigError or Unreachable nothing is left running."""
+        self._acquire()
+        try:
+            for attempt in range(3):
+                self._choose_ports(fresh=attempt > 0 and self.base_port == 0)
+                self.map.save(self.map_path)
+                try:
+                    self._start_nodes(range(self.nodes_count))
+                    return self
+                except Unreachable as error:
+                    # A port that was free a moment ago may be taken now; any other reason is the caller's to see.
+                    if self.base_port or ("in use" not in error.cause and "E107" not in error.cause) or attempt == 2:
+                        raise
+                    self._stop_nodes()
+            raise AssertionError("unreachable")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """SIGTERM to all, then SIGKILL to whoever is left after `stop_seconds`. Safe to call twice. Data stays."""
+        self._stop_nodes()
+        if self._spawner is not None:
+            self._spawner.shutdown()
+            self._spawner = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    # --- single nodes ---
+
+    def kill(self, node: int, signum: int = signal.SIGKILL) -> None:
+        """Sends a signal to one daemon; after SIGKILL or SIGTERM waits until the process is gone."""
+        process = self._processes[node]
+        if process is None:
+            return
+        process.send_signal(signum)
+        if signum in (signal.SIGKILL, signal.SIGTERM):
+            self._reap(node, process, time.monotonic() + self.stop_seconds)
+
+    def restart(self, node: int) -> None:
+        """Starts one daemon again on its directory and ports, stopping it first where it runs."""
+        process = self._processes[node]
+        if process is not None:
+            process.send_signal(signal.SIGCONT)
+            self.kill(node, signal.SIGTERM)
+        self._start_nodes([node])
+
+    def alive(self, node: int) -> bool:
+        process = self._processes[node]
+        return process is not None and process.poll() is None
+
+    def pid(self, node: int) -> int | None:
+        process = self._processes[node]
+        return process.pid if process is not None and process.poll() is None else None
+
+    def node_directory(self, node: int) -> Path:
+        return self.directory / f"node-{node:02}"
+
+    def log_path(self, node: int) -> Path:
+        return self.directory / f"node-{node:02}.log"
+
+    def erase(self) -> None:
+        """Removes all nodes' data, logs and the map. Only while stopped."""
+        self._acquire()
+        try:
+            for path in self.directory.glob("node-*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.map_path.unlink(missing_ok=True)
+            self.map = self._load_or_plan()
+        finally:
+            self.stop()
+
+    # --- inside ---
+
+    def _load_or_plan(self) -> ClusterMap:
+        cluster_id, k, m, bucket_seconds, classes = self._shape
+        nodes = [Node(f"node-{i:02}", f"node-{i:02}", f"{HOST}:{i + 1}", f"{HOST}:{i + 30001}") for i in range(self.nodes_count)]
+        planned = ClusterMap.local(nodes, cluster_id=cluster_id, k=k, m=m, bucket_seconds=bucket_seconds, classes=classes)
+        if not self.map_path.exists():
+            return planned
+        found = ClusterMap.load(self.map_path)
+        same = (found.cluster_id, found.k, found.m, len(found.nodes)) == (cluster_id, k, m, self.nodes_count)
+        if not same:
+            raise ConfigError(
+                "E136",
+                f'{self.directory} holds cluster "{found.cluster_id}" of {len(found.nodes)} nodes, {found.k}+{found.m}',
+                f'asked for "{cluster_id}" of {self.nodes_count}, {k}+{m}',
+                "ask for the same shape, name another directory, or start empty with --fresh",
+            )
+        return replace(found, bucket_seconds=bucket_seconds, classes=planned.classes)
+
+    def _acquire(self) -> None:
+        if self._lock is not None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock = (self.directory / "lock").open("a+")
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError("E100", f"cannot use directory {self.directory}", reason, "name one you may write to") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip()
+            lock.close()
+            raise DirectoryInUse(int(holder) if holder.isdigit() else 0, str(self.directory)) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
+
+    def _choose_ports(self, fresh: bool) -> None:
+        """Keeps the map's ports where they are free; else the ones from base_port on, or any free ones."""
+        if self.base_port:
+            ports = list(range(self.base_port, self.base_port + PORTS_PER_NODE * self.nodes_count))
+            for port in ports:
+                if not port_is_free(port):
+                    raise ConfigError("E107", f"port {port} is taken{port_owner(port)}", fix="stop it, or choose another with --port")
+        else:
+            kept = [int(address.rpartition(":")[2]) for n in self.map.nodes for address in (n.address, n.admin_address)]
+            usable = not fresh and min(kept) > 1024 and all(port_is_free(port) for port in kept)
+            ports = kept if usable else free_ports(PORTS_PER_NODE * self.nodes_count)
+        pairs = zip(self.map.nodes, ports[::2], ports[1::2], strict=True)
+        nodes = tuple(replace(node, address=f"{HOST}:{data}", admin_address=f"{HOST}:{admin}") for node, data, admin in pairs)
+        epochs = {number: replace(e, nodes=tuple(nodes[n.ordinal] for n in e.nodes)) for number, e in self.map.epochs.items()}
+        self.map = replace(self.map, nodes=nodes, epochs=epochs)
+
+    def _arguments(self, node: int) -> list[str]:
+        entry = self.map.nodes[node]
+        address, admin = entry.address.rpartition(":")[2], entry.admin_address.rpartition(":")[2]
+        arguments = ["--data", str(self.node_directory(node)), "--capacity", str(self.capacity_bytes), "--host", HOST]
+        arguments += ["--port", address, "--admin-port", admin, "--id", entry.id, "--map", str(self.map_path)]
+        return arguments + (["--io", self.io] if self.io else []) + list(self.extra_arguments)
+
+    def _start_nodes(self, nodes: Sequence[int]) -> None:
+        if self._spawner is None:
+            self._spawner = ThreadPoolExecutor(1, "kvstore-spawner")
+        waits = [(node, self._spawner.submit(self._spawn, node).result()) for node in nodes]
+        deadline = time.monotonic() + self.start_seconds
+        for node, ready in waits:
+            try:
+                self.ready[node] = ready.result(max(0.0, deadline - time.monotonic()))
+            except FutureTimeout:
+                what = f"node-{node:02} did not serve in {self.start_seconds:g} s"
+                raise Unreachable("E201", what, self._log_tail(node), f"read {self.log_path(node)}") from None
+            except EOFError:
+                code = self._reap(node, self._processes[node], time.monotonic() + self.stop_seconds)
+                what = f"node-{node:02} ended at its start with exit code {code}"
+                raise Unreachable("E201", what, self._log_tail(node), f"read {self.log_path(node)}") from None
+
+    def _spawn(self, node: int) -> Future[dict[str, Any]]:
+        self.node_directory(node).mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "kvstore.server.child", str(os.getpid()), *self._arguments(node)]
+        with self.log_path(node).open("ab") as log:
+            # Its own session: Ctrl-C on the terminal reaches the parent alone, which then stops the daemons in order.
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+        self._processes[node] = process
+        self.directory.joinpath(f"node-{node:02}.pid").write_text(f"{process.pid}\n")
+        ready: Future[dict[str, Any]] = Future()
+        assert process.stdout is not None
+        threading.Thread(target=_read_stdout, args=(process.stdout, ready), name=f"kvstore-stdout-{node}", daemon=True).start()
+        return ready
+
+    def _reap(self, node: int, process: subprocess.Popen[bytes] | None, deadline: float) -> int | None:
+        if process is None:
+            return None
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._processes[node] = None
+        self.directory.joinpath(f"node-{node:02}.pid").unlink(missing_ok=True)
+        return process.returncode
+
+    def _stop_nodes(self) -> None:
+        running = [(node, process) for node, process in enumerate(self._processes) if process is not None]
+        for _, process in running:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGCONT)  # a stopped process takes its SIGTERM when it goes on
+        deadline = time.monotonic() + self.stop_seconds
+        for node, process in running:
+            self._reap(node, process, deadline)
+
+    def _log_tail(self, node: int) -> str:
+        """The last line the daemon wrote, which by our own rule is its error."""
+        with contextlib.suppress(OSError):
+            text = self.log_path(node).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+            return text.splitlines()[-1] if text else "it said nothing"
+        return "it said nothing"
+
+
+def _read_stdout(stream: IO[bytes], ready: Future[dict[str, Any]]) -> None:
+    """Takes the `ready {json}` line and throws away the rest, so that a daemon can never block on a full pipe."""
+    with stream:
+        for line in stream:
+            if line.startswith(b"ready ") and not ready.done():
+                try:
+                    ready.set_result(json.loads(line[6:]))
+                except ValueError:
+                    ready.set_result({})
+    if not ready.done():
+        ready.set_exception(EOFError())
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now. All are held until all are found, so none comes twice."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind((HOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def port_is_free(port: int, host: str = HOST) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def port_owner(port: int) -> str:
+    """ " by pid 4121 (kvstore)" where /proc tells who listens there, else ""."""
+    wanted = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    wanted.add(f"socket:[{fields[9]}]")
+    for link in Path("/proc").glob("[0-9]*/fd/*") if wanted else ():
+        with contextlib.suppress(OSError):
+            if str(link.readlink()) in wanted:
+                pid = link.parts[2]
+                return f" by pid {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    return ""
