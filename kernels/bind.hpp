@@ -1,0 +1,25 @@
+// Helpers for the bind_* functions of the kernels that take numpy arrays: checked views, and faults as kvstore.errors.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <string>
+
+namespace kv {
+
+namespace nb = nanobind;
+
+using Bytes1 = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes2Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+// Rows of bytes with any distance between rows, as blocks lie in a larger buffer.
+using Rows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::any_contig, nb::device::cpu>;
+
+// Raises kvstore.errors.<error>(code, what, cause). Call with the GIL held.
+[[noreturn]] inline void raise_fault(const char* error, const char* code, const std::string& what, const std::string& cause) {
+  nb::object type = nb::module_::import_("kvstore.errors").attr(error);
+  PyErr_SetObject(type.ptr(), nb::object(type(code, what, cause)).ptr());
+  throw nb::python_error();
+}
+
+}  // namespace kv

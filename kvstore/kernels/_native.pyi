@@ -1,0 +1,28 @@
+"""Types of the native core. One section per source file in kernels/; arrays are C-contiguous unless said otherwise."""
+
+import numpy as np
+import numpy.typing as npt
+
+_U8 = npt.NDArray[np.uint8]
+_U32 = npt.NDArray[np.uint32]
+_U64 = npt.NDArray[np.uint64]
+
+# --- hash.cpp: plain reference in hash_reference.py. ValueError for sizes that do not fit.
+
+def block_keys(secret: bytes, namespace_digest: bytes, previous: bytes, tokens: _U32, block_tokens: int, out: _U8) -> None:
+    """Fills out (n, 32) with the chained keys of n blocks; tokens has n x block_tokens ids, previous is the key before them or empty."""
+
+def external_keys(secret: bytes, namespace_digest: bytes, hashes: _U8, ends: _U64, out: _U8) -> None:
+    """Fills out (n, 32); hash i is hashes[ends[i - 1] : ends[i]]."""
+
+def shard_seed(owner: bytes, extent_key: bytes, write_id: int, shard: int, plane: int, block: int) -> int:
+    """xxh3-64 of the identity of one shard of one (plane, block)."""
+
+def shard_sum(bytes: _U8 | bytes, seed: int) -> int:
+    """xxh3-64 of one piece, seeded with its identity."""
+
+def plane_digest(block_key: bytes, write_id: int, data_sums: _U64) -> tuple[int, int]:
+    """Low and high half of the xxh3-128 over the sums of the k data shards of one (block, plane)."""
+
+def block_tag(block_key: bytes) -> int:
+    """Bytes 8 to 16 of a key as u64 LE."""
