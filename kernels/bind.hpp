@@ -12,8 +12,14 @@ namespace nb = nanobind;
 using Bytes1 = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes2Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-// Rows of bytes with any distance between rows, as blocks lie in a larger buffer.
-using Rows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::any_contig, nb::device::cpu>;
+// Rows of bytes with any distance between rows, as blocks lie in a larger buffer; rows_are_dense() before use.
+using Rows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
+using RowsOut = nb::ndarray<uint8_t, nb::ndim<2>, nb::device::cpu>;
+
+template <typename Array>
+bool rows_are_dense(const Array& rows) {
+  return (rows.shape(1) <= 1 || rows.stride(1) == 1) && (rows.shape(0) <= 1 || rows.stride(0) >= int64_t(rows.shape(1)));
+}
 
 // Raises kvstore.errors.<error>(code, what, cause). Call with the GIL held.
 [[noreturn]] inline void raise_fault(const char* error, const char* code, const std::string& what, const std::string& cause) {

@@ -26,3 +26,11 @@ def plane_digest(block_key: bytes, write_id: int, data_sums: _U64) -> tuple[int,
 
 def block_tag(block_key: bytes) -> int:
     """Bytes 8 to 16 of a key as u64 LE."""
+
+# --- generate.cpp: plain reference in generate_reference.py. Rows may lie any distance apart. ValueError for sizes that do not fit.
+
+def generate_blocks(keys: _U8, block_bytes: int, out: _U8, salt: int = 0) -> None:
+    """Fills the rows of out (n, block_bytes) with bytes made from keys (n, 32) and the writer's salt."""
+
+def verify_blocks(keys: _U8, block_bytes: int, blocks: _U8, salt: int = 0) -> int:
+    """Index of the first row that differs from what generate_blocks makes, or -1."""
