@@ -94,7 +94,7 @@ bool Codec::sets_of(const uint32_t* have_ids, const uint32_t* want_ids, uint32_t
   return add(sets.have, have_ids, k_) && add(sets.want, want_ids, want) && (sets.have & sets.want) == 0;
 }
 
-std::shared_ptr<const CodecTables> Codec::decode_tables(Sets sets) const {
+std::shared_ptr<const CodecTables> Codec::tables_of(Sets sets) const {
   {
     std::shared_lock lock(mutex_);
     if (auto it = cache_.find(sets); it != cache_.end()) return it->second;
@@ -119,12 +119,18 @@ std::shared_ptr<const CodecTables> Codec::decode_tables(Sets sets) const {
   return cache_.emplace(sets, std::move(tables)).first->second;
 }
 
+std::shared_ptr<const CodecTables> Codec::tables(const uint32_t* have_ids, const uint32_t* want_ids, uint32_t want) const {
+  Sets sets;
+  if (want > m_ || !sets_of(have_ids, want_ids, want, sets)) return nullptr;
+  return tables_of(sets);
+}
+
 bool Codec::decode(size_t len, const uint32_t* have_ids, const uint8_t* const* have, const uint32_t* want_ids, uint32_t want,
                    uint8_t* const* out) const {
   Sets sets;
   if (want > m_ || !sets_of(have_ids, want_ids, want, sets)) return false;
   if (want == 0) return true;
-  auto tables = decode_tables(sets);
+  auto tables = tables_of(sets);
   const uint8_t* by_id[SHARDS_MAX] = {};
   uint8_t* wanted_by_id[SHARDS_MAX] = {};
   for (uint32_t i = 0; i < k_; i++) by_id[have_ids[i]] = have[i];
@@ -162,7 +168,7 @@ bool Codec::rebuild_plane(uint32_t blocks, uint8_t* plane, size_t block_stride, 
   if (lost_count == 0) return true;
   for (uint32_t i = 0; i < k_; i++)
     if (have[i] >= k_ && !parity[have[i] - k_]) return false;
-  auto tables = decode_tables(sets);
+  auto tables = tables_of(sets);
   PaddedShards shards(k_, plane_bytes, shard_bytes);
   // At most the last of the lost can be cut by the plane's end.
   const uint32_t last_real = shard_real_bytes(plane_bytes, shard_bytes, lost[lost_count - 1]);

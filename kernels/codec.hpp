@@ -48,6 +48,9 @@ class Codec {
   bool decode(size_t len, const uint32_t* have_ids, const uint8_t* const* have, const uint32_t* want_ids, uint32_t want,
               uint8_t* const* out) const;
 
+  // Tables that make shards want_ids (ascending) from shards have_ids (ascending), for callers with loops of their own; null as decode's false.
+  std::shared_ptr<const CodecTables> tables(const uint32_t* have_ids, const uint32_t* want_ids, uint32_t want) const;
+
   // Parity of one plane of `blocks` blocks. Block b's plane lies at plane + b * block_stride; its parity shard j goes to
   // parity[j] + b * shard_bytes. Requires plane_bytes <= k * shard_bytes.
   void encode_plane(uint32_t blocks, const uint8_t* plane, size_t block_stride, uint32_t plane_bytes, uint32_t shard_bytes,
@@ -67,7 +70,7 @@ class Codec {
   struct SetsHash {
     size_t operator()(const Sets& s) const { return XXH3_64bits(&s, sizeof s); }
   };
-  std::shared_ptr<const CodecTables> decode_tables(Sets sets) const;
+  std::shared_ptr<const CodecTables> tables_of(Sets sets) const;
   bool sets_of(const uint32_t* have_ids, const uint32_t* want_ids, uint32_t want, Sets& sets) const;
 
   uint32_t k_, m_;

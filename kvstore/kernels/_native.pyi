@@ -34,3 +34,33 @@ def generate_blocks(keys: _U8, block_bytes: int, out: _U8, salt: int = 0) -> Non
 
 def verify_blocks(keys: _U8, block_bytes: int, blocks: _U8, salt: int = 0) -> int:
     """Index of the first row that differs from what generate_blocks makes, or -1."""
+
+# --- codec.hpp through codec_bind.cpp: use kvstore.erasure, which checks arguments and has a plain twin (zfec). CodecError for misuse.
+
+class Codec:
+    """Thread-safe. Shard numbers: 0 to k - 1 data, k to k + m - 1 parity."""
+
+    def __init__(self, k: int, m: int) -> None: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def m(self) -> int: ...
+    def matrix(self) -> bytes:
+        """The generator matrix, (k + m) x k coefficients, row-major."""
+
+    def encode(self, data: _U8, parity: _U8) -> None:
+        """Fills parity (m, bytes) from data (k, bytes)."""
+
+    def decode(self, have_ids: list[int], have: list[_U8], want_ids: list[int], out: list[_U8]) -> None:
+        """Fills out[j] (bytes) with shard want_ids[j], data or parity, from k shards have[i] (bytes) numbered have_ids[i]."""
+
+    def encode_plane(self, blocks: _U8, offset_bytes: int, plane_bytes: int, parity: _U8) -> None:
+        """Fills parity (m, n, shard_bytes) from one plane of blocks (n, block_bytes), read in place; rows may lie any distance apart."""
+
+    def rebuild_plane(
+        self, blocks: _U8, offset_bytes: int, plane_bytes: int, shard_bytes: int, have_ids: list[int], parity: list[_U8]
+    ) -> None:
+        """Writes the data shards not in have_ids into blocks (n, block_bytes); parity: (n, shard_bytes) for each parity number in it."""
+
+    def bare_isal(self, have_ids: list[int], want_ids: list[int], have: _U8, out: _U8) -> None:
+        """For benchmarks: nothing but ISA-L, from have (n, k, bytes) to out (n, wanted, bytes); both lists of numbers ascending."""
