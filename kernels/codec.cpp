@@ -40,23 +40,28 @@ CodecTables make_tables(uint32_t k, uint32_t rows, std::vector<uint8_t> coeffici
   return t;
 }
 
-// The shards of one plane that do not lie in a block as they are coded: the one cut by the plane's end, and those of padding alone.
-class PaddedShards {
+// Walks one plane of one block in at most two steps, so that the data shard cut by the plane's end is read and written where it lies:
+// up to the cut all shards up to it are bytes of the block, behind the cut it is padding. Shards past it are padding from the start.
+class PlaneSteps {
  public:
-  PaddedShards(uint32_t k, uint32_t plane_bytes, uint32_t shard_bytes)
-      : shard_bytes_(shard_bytes), whole_(plane_bytes / shard_bytes), cut_bytes_(plane_bytes % shard_bytes) {
-    if (whole_ < k) scratch_.resize(2 * size_t(shard_bytes));   // zeroed; first half: the cut shard, second half: stays zero
+  PlaneSteps(uint32_t k, uint32_t plane_bytes, uint32_t shard_bytes)
+      : shard_bytes_(shard_bytes), whole_(plane_bytes / shard_bytes), cut_(plane_bytes % shard_bytes) {
+    if (whole_ < k) padding_.resize(shard_bytes);
   }
-  const uint8_t* read(const uint8_t* plane, uint32_t shard) {
-    if (shard < whole_) return plane + size_t(shard) * shard_bytes_;
-    if (shard > whole_ || cut_bytes_ == 0) return scratch_.data() + shard_bytes_;
-    std::memcpy(scratch_.data(), plane + size_t(shard) * shard_bytes_, cut_bytes_);
-    return scratch_.data();
+  // step(from, to) for the one or two ranges of bytes inside a shard.
+  template <typename Step>
+  void each(Step&& step) const {
+    if (cut_ && !padding_.empty()) step(0u, cut_), step(cut_, shard_bytes_);
+    else step(0u, shard_bytes_);
+  }
+  bool is_real(uint32_t shard, uint32_t from) const { return shard < whole_ || (shard == whole_ && from < cut_); }
+  const uint8_t* read(const uint8_t* plane, uint32_t shard, uint32_t from) const {
+    return is_real(shard, from) ? plane + size_t(shard) * shard_bytes_ + from : padding_.data();
   }
 
  private:
-  uint32_t shard_bytes_, whole_, cut_bytes_;
-  std::vector<uint8_t> scratch_;
+  uint32_t shard_bytes_, whole_, cut_;
+  std::vector<uint8_t> padding_;   // zeros
 };
 
 }  // namespace
@@ -144,14 +149,15 @@ bool Codec::decode(size_t len, const uint32_t* have_ids, const uint8_t* const* h
 
 void Codec::encode_plane(uint32_t blocks, const uint8_t* plane, size_t block_stride, uint32_t plane_bytes, uint32_t shard_bytes,
                          uint8_t* const* parity) const {
-  PaddedShards shards(k_, plane_bytes, shard_bytes);
+  const PlaneSteps steps(k_, plane_bytes, shard_bytes);
   const uint8_t* in[K_MAX];
   uint8_t* out[M_MAX];
-  for (uint32_t b = 0; b < blocks; b++, plane += block_stride) {
-    for (uint32_t i = 0; i < k_; i++) in[i] = shards.read(plane, i);
-    for (uint32_t j = 0; j < m_; j++) out[j] = parity[j] + size_t(b) * shard_bytes;
-    encode_.run(shard_bytes, in, out);
-  }
+  for (uint32_t b = 0; b < blocks; b++, plane += block_stride)
+    steps.each([&](uint32_t from, uint32_t to) {
+      for (uint32_t i = 0; i < k_; i++) in[i] = steps.read(plane, i, from);
+      for (uint32_t j = 0; j < m_; j++) out[j] = parity[j] + size_t(b) * shard_bytes + from;
+      encode_.run(to - from, in, out);
+    });
 }
 
 bool Codec::rebuild_plane(uint32_t blocks, uint8_t* plane, size_t block_stride, uint32_t plane_bytes, uint32_t shard_bytes,
@@ -168,21 +174,20 @@ bool Codec::rebuild_plane(uint32_t blocks, uint8_t* plane, size_t block_stride, 
   if (lost_count == 0) return true;
   for (uint32_t i = 0; i < k_; i++)
     if (have[i] >= k_ && !parity[have[i] - k_]) return false;
-  auto tables = tables_of(sets);
-  PaddedShards shards(k_, plane_bytes, shard_bytes);
-  // At most the last of the lost can be cut by the plane's end.
-  const uint32_t last_real = shard_real_bytes(plane_bytes, shard_bytes, lost[lost_count - 1]);
-  std::vector<uint8_t> cut(last_real < shard_bytes ? shard_bytes : 0);
+  const auto tables = tables_of(sets);
+  const PlaneSteps steps(k_, plane_bytes, shard_bytes);
+  std::vector<uint8_t> padding_out;   // where the padding of a lost shard goes
+  if (shard_real_bytes(plane_bytes, shard_bytes, lost[lost_count - 1]) < shard_bytes) padding_out.resize(shard_bytes);
   const uint8_t* in[K_MAX];
   uint8_t* out[M_MAX];
-  for (uint32_t b = 0; b < blocks; b++, plane += block_stride) {
-    for (uint32_t i = 0; i < k_; i++)
-      in[i] = have[i] < k_ ? shards.read(plane, have[i]) : parity[have[i] - k_] + size_t(b) * shard_bytes;
-    for (uint32_t j = 0; j < lost_count; j++) out[j] = plane + size_t(lost[j]) * shard_bytes;
-    if (!cut.empty()) out[lost_count - 1] = cut.data();
-    tables->run(shard_bytes, in, out);
-    if (!cut.empty()) std::memcpy(plane + size_t(lost[lost_count - 1]) * shard_bytes, cut.data(), last_real);
-  }
+  for (uint32_t b = 0; b < blocks; b++, plane += block_stride)
+    steps.each([&](uint32_t from, uint32_t to) {
+      for (uint32_t i = 0; i < k_; i++)
+        in[i] = have[i] < k_ ? steps.read(plane, have[i], from) : parity[have[i] - k_] + size_t(b) * shard_bytes + from;
+      for (uint32_t j = 0; j < lost_count; j++)
+        out[j] = steps.is_real(lost[j], from) ? plane + size_t(lost[j]) * shard_bytes + from : padding_out.data();
+      tables->run(to - from, in, out);
+    });
   return true;
 }
 

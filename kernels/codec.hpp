@@ -4,7 +4,7 @@
 // Its top k rows are the unit matrix (data shards are stored as they are), its last m rows make the parity shards k .. k+m-1.
 //
 // A plane of plane_bytes is coded as k data shards of shard_bytes each, as if zero-padded to k * shard_bytes. Data shards are read and
-// written where they lie in the block; only the one that the plane's end cuts goes through scratch, and padding is never written to a block.
+// written where they lie in the block, the one that the plane's end cuts too; padding is never written to a block.
 // All methods are const and thread-safe; tables for decoding are made once per set of survivors.
 #pragma once
 #include <memory>

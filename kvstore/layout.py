@@ -141,7 +141,7 @@ def shared_latent(*, sources: tuple[tuple[int, int], ...], row_bytes: int, index
 
 
 PRESETS: dict[str, Layout] = {
-    # 40 layers; sources 2, 8, 14 pool pairs of tokens, source 20 none. Main row 512 x FP4 + 32 scales = 288 B, index row 128 x FP4 + 4 = 68 B.
+    # 40 layers; sources 2, 8, 14 pool pairs of tokens, source 20 none. Main row: 512 x FP4 + 32 scales = 288 B; index row 128 x FP4 + 4.
     # 3 x 64 x 356 + 128 x 356 = 113,920 B in four planes.
     "v41": shared_latent(sources=((2, 2), (8, 2), (14, 2), (20, 1)), row_bytes=288, index_row_bytes=68),
     # 32 layers x 8 KV heads x 128, bf16: 16 MiB a block.

@@ -1,4 +1,4 @@
-"""Refuses, with CodecError, what a coder must not see: zfec 1.6 hangs on a duplicate number and accepts number 200. Both codecs check here."""
+"""Refuses, with CodecError, what a coder must not see: zfec 1.6 hangs on duplicates and accepts number 200. Both codecs check here."""
 
 from collections.abc import Sequence
 
