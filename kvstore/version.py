@@ -1,0 +1,33 @@
+"""Which kvstore this is: the version it was installed as, and the commit where it runs from a checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import tomllib
+from functools import cache
+from pathlib import Path
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def version() -> str:
+    """ "0.1.0"; of the checkout where the package was not installed."""
+    try:
+        return importlib.metadata.version("kvstore")
+    except importlib.metadata.PackageNotFoundError:
+        with (_CHECKOUT / "pyproject.toml").open("rb") as file:
+            return str(tomllib.load(file)["project"]["version"])
+
+
+@cache
+def revision() -> str:
+    """Short commit of the checkout, "unknown" elsewhere."""
+    if not (_CHECKOUT / ".git").exists():
+        return "unknown"
+    try:
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_CHECKOUT, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return asked.stdout.strip() or "unknown"

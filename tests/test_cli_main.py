@@ -1,0 +1,174 @@
+"""The command's rules that hold for all commands: errors, exit codes, the envelope, settings, colour, crash files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_tool import Cli
+
+from kvstore.cli.codes import ERRORS, HEALTH
+from kvstore.cli.main import COMMANDS
+from kvstore.config import load_settings
+from kvstore.errors import ConfigError
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)
+
+
+def test_help_teaches_with_examples_and_lists_commands(cli: Cli) -> None:
+    ran = cli.run("--help")
+    assert ran.code == 0 and "start here:" in ran.stdout and "exit codes:" in ran.stdout
+    assert cli.run().stdout == ran.stdout, "no arguments: the same help"
+    for command in COMMANDS:
+        if f"\n    {command} " in ran.stdout:
+            text = cli.run(command, "--help")
+            assert text.code == 0 and "examples:" in text.stdout and "--json" in text.stdout, command
+    assert "\n    explain " in ran.stdout
+
+
+def test_version_names_the_version(cli: Cli) -> None:
+    assert cli.run("--version").stdout.startswith("kvstore 0.")
+
+
+def test_a_wrong_command_or_flag_is_one_line_with_a_fix(cli: Cli) -> None:
+    cli.run("explan").refused(2, 'no command "explan"', 'did you mean "explain"?')
+    cli.run("explain", "--bogus", "E101").refused(2, "--bogus")
+    cli.run("explain").refused(2, "required")
+    cli.run("explain", "a", "b", "c").refused(2, "3 arguments")
+
+
+def test_a_failure_with_json_is_an_envelope_too(cli: Cli) -> None:
+    for arguments in (["explain", "--json", "NOTHING"], ["--json", "explain", "NOTHING"]):
+        ran = cli.run(*arguments)
+        assert ran.code == 2 and ran.stderr == "" and ran.stdout.count("\n") == 1
+        envelope = ran.json
+        assert envelope["schema"] == "kvstore.explain/1" and envelope["ok"] is False and envelope["data"] is None
+        assert envelope["error"]["code"] == "E140" and envelope["error"]["fix"].startswith("known here")
+        assert envelope["time"].endswith("Z") and envelope["version"].startswith("0.")
+    assert cli.run("--json", "explan").json["error"]["code"] == "E140"
+
+
+def test_quiet_success_with_json_has_data_and_no_error(cli: Cli) -> None:
+    envelope = cli.run("explain", "node_down", "--json").json
+    assert set(envelope) == {"schema", "time", "version", "cluster", "epoch", "ok", "health", "data", "error"}
+    assert envelope["ok"] is True and envelope["error"] is None and envelope["data"]["code"] == "NODE_DOWN"
+
+
+def test_no_colour_off_a_terminal_unless_forced_and_the_flag_wins(cli: Cli) -> None:
+    bold = "\x1b["
+    assert bold not in cli.run("explain", "E107").stdout
+    assert bold in cli.run("explain", "E107", FORCE_COLOR="1").stdout
+    assert bold not in cli.run("explain", "E107", FORCE_COLOR="1", NO_COLOR="1").stdout
+    assert bold in cli.run("explain", "E107", "--color", "always", NO_COLOR="1").stdout
+    assert bold not in cli.run("explain", "E107", "--color", "never", FORCE_COLOR="1").stdout
+
+
+def test_a_bug_of_ours_leaves_a_crash_file_and_exit_70(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import kvstore.cli.explain as e\ndef boom(args): raise RuntimeError('boom at last')\ne.run = boom\n"
+    )
+    ran = cli.run("explain", "E101", PYTHONPATH=f"{tmp_path}:{cli.environ['PYTHONPATH']}")
+    ran.refused(70, "E999", "boom at last", "crash-")
+    crash = next((tmp_path / ".local/state/kvstore").glob("crash-*.txt"))
+    assert "Traceback" in crash.read_text() and "explain E101" in crash.read_text()
+
+
+def test_a_reader_that_goes_away_is_no_error(cli: Cli) -> None:
+    process = subprocess.Popen(cli.command("--help"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(cli.environ))
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(30) in (0, 120)
+    process.stderr.close()
+
+
+def test_settings_come_from_flag_then_environment_then_file_then_default(tmp_path: Path) -> None:
+    path = tmp_path / "kvstore" / "config.toml"
+    path.parent.mkdir()
+    path.write_text('nodes = 3\ntimeout = "2m"\ncapacity = "1GiB"\n')
+    environ = {"XDG_CONFIG_HOME": str(tmp_path), "KVSTORE_NODES": "4", "KVSTORE_IO": "direct"}
+    got = load_settings({"io": "buffered"}, environ)
+    assert (got["nodes"], got["timeout"], got["capacity"], got["io"], got["port"]) == (4, 120.0, 2**30, "buffered", 7400)
+    origins = [got.origin(name) for name in ("nodes", "timeout", "io", "port")]
+    assert origins == ["KVSTORE_NODES", f"{path}:2", "--io", "default"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("node = 3", ':1: unknown key "node". Fix: did you mean "nodes"?'),
+        ("nodes = 0", ':1: "0". Fix: write a whole number from 1 to 128'),
+        ('\ncapacity = "4T8"', ':2: size "4T8" is not a size. Fix: write it as 4.8TB or 4.8TiB'),
+        ('io = "fast"', "write one of auto, buffered, direct"),
+        ('class = "Chat Prod"', "use a-z, 0-9, -"),
+        ("nodes = = 3", "is not TOML"),
+    ],
+)
+def test_a_bad_configuration_file_names_line_and_fix(cli: Cli, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    cli.run("explain", "E101", "--config", "c.toml").refused(2, says)
+    cli.run("explain", "E101", KVSTORE_CONFIG="c.toml").refused(2, says)
+
+
+def test_a_bad_flag_or_variable_names_itself(cli: Cli) -> None:
+    cli.run("explain", "E101", KVSTORE_TIMEOUT="soon").refused(2, 'KVSTORE_TIMEOUT is "soon"', "250ms")
+    cli.run("explain", "E101", "--timeout", "soon").refused(2, '--timeout "soon" not understood')
+    cli.run("explain", "E101", "--config", "nowhere.toml").refused(2, "nowhere.toml", "no such file")
+    ran = cli.run("explain", "E101", KVSTORE_TIMOUT="5s")
+    assert ran.code == 0 and "did you mean KVSTORE_TIMEOUT?" in ran.stderr
+    with pytest.raises(ConfigError):
+        load_settings({"nodes": "12x"}, {})
+
+
+def test_every_code_is_explained(cli: Cli) -> None:
+    for code in (*HEALTH, *ERRORS):
+        assert code.isupper() or code[1:].isdigit()
+    ran = cli.run("explain", "e107")
+    assert ran.code == 0 and "a port is taken" in ran.stdout
+    assert "misuse" in cli.run("explain", "E599").stdout or "interface" in cli.run("explain", "E599").stdout
+
+
+def test_explain_finds_the_first_differing_token(cli: Cli, tmp_path: Path) -> None:
+    a = list(range(1000, 1700))
+    b = [*a[:517], 9, *a[518:]]
+    (tmp_path / "a.json").write_text(json.dumps(a))
+    (tmp_path / "b.json").write_text(json.dumps({"tokens": b}))
+    ran = cli.run("explain", "a.json", "b.json")
+    assert ran.code == 0 and "token 517 (block 4, position 5): 1517 against 9" in ran.stdout and "4 blocks = 512 tokens" in ran.stdout
+    data = cli.run("explain", "a.json", "b.json", "--json").json["data"]
+    assert (data["first_differing_token"], data["first_differing_block"], data["shared_blocks"]) == (517, 4, 4)
+    same = cli.run("explain", "a.json", "a.json", "--json").json["data"]
+    assert same["first_differing_token"] is None and same["shared_blocks"] == 5
+
+
+def test_explain_finds_the_differing_field_of_a_namespace(cli: Cli, tmp_path: Path) -> None:
+    space = {"weights": "digest-1", "kv_dtype": "bf16", "layout": "v41"}
+    (tmp_path / "a.json").write_text(json.dumps({"tokens": list(range(300)), "namespace": space}))
+    (tmp_path / "b.json").write_text(json.dumps({"tokens": list(range(300)), "namespace": {**space, "rope": "yarn 4"}}))
+    ran = cli.run("explain", "a.json", "b.json", "--json")
+    assert ran.json["data"]["namespace_fields_differing"] == [{"field": "rope", "a": '""', "b": '"yarn 4"'}]
+    assert ran.json["data"]["shared_blocks"] == 0
+    (tmp_path / "n.json").write_text(json.dumps(space))
+    assert cli.run("explain", "n.json", "n.json").code == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "is not JSON"),
+        (b'{"messages": []}', "neither a prompt nor a namespace"),
+        (b"[1, -5]", "is not a list of token ids"),
+        (b'{"tokens": [1], "namespace": {"weight": "x"}}', 'unknown field "weight"'),
+        (b'{"tokens": [1], "namespace": {"weights": "x", "kv_dtype": "bf16", "layout": "v42"}}', 'did you mean "v41"?'),
+        (b'{"tokens": [1], "namespace": {"weights": "x", "kv_dtype": "bf16"}}', "layout_digest"),
+        (b"\xff\xfe", "is not JSON"),
+    ],
+)
+def test_explain_refuses_wrong_files_in_one_line(cli: Cli, tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    cli.run("explain", "x.json", "x.json").refused(2, "x.json", says)
+    cli.run("explain", "missing.json", "x.json").refused(2, "missing.json", "no such file")
