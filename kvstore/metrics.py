@@ -1,0 +1,341 @@
+"""Every metric this project exports, in one table; docs/METRICS.md is written from it. Names are API: they are added, never changed.
+
+Rules: prefix `kvstore_`; base units; counters end in `_total`; labels from closed lists, so that every series is there, at 0, from the
+first second; classic buckets; no ratio and no rate (PromQL divides counters); never a key, prompt, user or address in a label.
+Hits are counted at lookup, in tokens, against the tokens asked for: both counters, and what was delivered apart from them.
+
+A process has one registry: `node_registry(...)` or `client_registry(...)`. Both read their numbers, when they are scraped, from functions
+that the native parts give; nothing on a hot path touches Prometheus.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from kvstore.version import revision, version
+
+Kind = Literal["counter", "gauge", "histogram"]
+LATENCY_BOUNDS_SECONDS: Final = (
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
+)  # fmt: skip
+HOUR: Final = 3600.0
+AGE_BOUNDS_SECONDS: Final = tuple(h * HOUR for h in (1 / 60, 0.25, 1, 3, 6, 12, 24, 36, 48, 60, 72, 96, 120, 144, 168, 240, 336, 720))
+
+OPS: Final = ("hello", "discover", "promise", "withdraw", "read", "write")
+CLASSES: Final = ("none", "batch", "chat", "agent", "other")
+RESULTS: Final = ("ok", "not_found", "busy", "no_space", "stale_map", "draining", "refused", "corrupt", "error")
+OWNERS: Final = ("default", "other")  # the all-zero owner tag, and tenants' until each has a name
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family. `labels`: name -> its closed list of values."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    bounds: Sequence[float] = LATENCY_BOUNDS_SECONDS
+
+    def series(self) -> Iterator[tuple[str, ...]]:
+        """Every combination of label values."""
+        return itertools.product(*self.labels.values())
+
+
+_CLASS: Final = {"retention_class": CLASSES}
+_OWNER_CLASS: Final = {"owner": OWNERS, "retention_class": CLASSES}
+
+COMMON: Final = (Metric("kvstore_build_info", "gauge", "1, with the version and commit of this process.", {"version": (), "revision": ()}),)
+
+NODE: Final = (
+    Metric("kvstore_node_requests_total", "counter", "Requests answered, by verb and outcome.", {"op": OPS, "result": RESULTS}),
+    Metric("kvstore_node_request_duration_seconds", "histogram", "Seconds from a request's arrival to its answer.", {"op": OPS}),
+    Metric("kvstore_node_queued_requests", "gauge", "Requests accepted and not yet answered.", {"op": OPS}),
+    Metric("kvstore_node_read_shards_total", "counter", "Pieces asked for by READ requests, by outcome.", {"result": RESULTS}),
+    Metric("kvstore_node_transfer_bytes_total", "counter", "Bytes on data connections.", {"direction": ("in", "out")}),
+    Metric("kvstore_node_connections", "gauge", "Data connections open now."),
+    Metric(
+        "kvstore_node_connection_events_total",
+        "counter",
+        "Data connections, by what became of them.",
+        {"event": ("opened", "refused", "idle_closed", "cut")},
+    ),
+    Metric("kvstore_node_malformed_frames_total", "counter", "Frames that broke the protocol; their connections were closed."),
+    Metric("kvstore_node_memory_bytes", "gauge", "Bytes held for requests in flight.", {"kind": ("write", "read_head")}),
+    Metric("kvstore_node_ready", "gauge", "1 while this node takes traffic."),
+    Metric("kvstore_node_start_timestamp_seconds", "gauge", "Unix time at which this process began to serve."),
+    Metric("kvstore_node_extents", "gauge", "Shards of extents held (one for each writing and shard number)."),
+    Metric("kvstore_node_pinned_extents", "gauge", "Shards pinned by a promise now."),
+    Metric(
+        "kvstore_node_discover_keys_total", "counter", "Block keys asked about, by how the answer was found.", {"by": ("filter", "index")}
+    ),
+    Metric("kvstore_disk_capacity_bytes", "gauge", "Bytes this node may fill."),
+    Metric("kvstore_disk_used_bytes", "gauge", "Bytes on disk.", {"kind": ("shards", "zombie", "index")}),
+    Metric("kvstore_disk_written_bytes_total", "counter", "Bytes of records written."),
+    Metric("kvstore_disk_punched_bytes_total", "counter", "Bytes given back to the file system."),
+    Metric(
+        "kvstore_disk_reads_total",
+        "counter",
+        "Reads of the direct engine, by where the bytes came from.",
+        {"source": ("direct", "cache", "buffered")},
+    ),
+    Metric("kvstore_disk_errors_total", "counter", "Faults of disk or index.", {"kind": ("io", "checksum", "index")}),
+    Metric("kvstore_index_starts_total", "counter", "How the index came up at the start of this process.", {"mode": ("loaded", "rebuilt")}),
+    Metric("kvstore_evicted_extents_total", "counter", "Shards evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
+    Metric("kvstore_evicted_bytes_total", "counter", "Bytes evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
+    Metric("kvstore_eviction_age_seconds", "histogram", "Seconds from the last use of what was evicted.", _CLASS, AGE_BOUNDS_SECONDS),
+    Metric("kvstore_retention_contract_seconds", "gauge", "Seconds a class is to be kept after its last use.", _CLASS),
+    Metric("kvstore_epoch", "gauge", "Epoch of the cluster map in use."),
+    Metric("kvstore_epoch_seen", "gauge", "Newest epoch that any peer has named."),
+)
+
+CLIENT: Final = (
+    Metric("kvstore_lookup_tokens_total", "counter", "Tokens of the prompts looked up.", _OWNER_CLASS),
+    Metric("kvstore_hit_tokens_total", "counter", "Tokens of them that lookups promised.", {**_OWNER_CLASS, "tier": ("ssd",)}),
+    Metric("kvstore_delivered_tokens_total", "counter", "Tokens loaded, checked and handed over.", _OWNER_CLASS),
+    Metric("kvstore_lookups_total", "counter", "Lookups, by what they found.", {"result": ("full", "partial", "miss", "error")}),
+    Metric("kvstore_lookup_duration_seconds", "histogram", "Seconds of a lookup."),
+    Metric("kvstore_load_duration_seconds", "histogram", "Seconds of a load."),
+    Metric("kvstore_load_bytes_total", "counter", "Block bytes loaded.", {"tier": ("ssd",)}),
+    Metric(
+        "kvstore_load_fallbacks_total",
+        "counter",
+        "Loads that ended with fewer tokens than promised.",
+        {"reason": ("timeout", "missing", "corrupt", "unreachable")},
+    ),
+    Metric("kvstore_short_hit_tokens_total", "counter", "Tokens promised and then not delivered."),
+    Metric("kvstore_save_duration_seconds", "histogram", "Seconds from the handing over of an extent to its last needed acknowledgement."),
+    Metric("kvstore_save_bytes_total", "counter", "Block bytes stored."),
+    Metric("kvstore_save_extents_total", "counter", "Extents whose store ended, by how.", {"result": ("whole", "degraded", "withdrawn")}),
+    Metric(
+        "kvstore_save_dropped_bytes_total",
+        "counter",
+        "Block bytes given up unstored.",
+        {"reason": ("full", "busy", "error")},
+    ),
+    Metric("kvstore_shards_asked_total", "counter", "Shards (of an extent) asked of nodes.", {"kind": ("data", "parity")}),
+    Metric("kvstore_late_requests_total", "counter", "Twelfth shards asked for, by why.", {"reason": ("late", "error")}),
+    Metric("kvstore_decoded_planes_total", "counter", "(block, plane) pieces that needed decoding."),
+    Metric("kvstore_bad_shards_total", "counter", "Shards whose bytes failed a check; counted as lost and reported."),
+    Metric("kvstore_degraded_reads_total", "counter", "Extents loaded with at least one data shard missing."),
+    Metric("kvstore_agent_queued_requests", "gauge", "Requests waiting in this process.", {"op": ("load", "save")}),
+    Metric("kvstore_agent_pinned_bytes", "gauge", "Bytes of buffers held for requests in flight."),
+    Metric("kvstore_agent_connected_nodes", "gauge", "Nodes with an open connection."),
+)
+
+
+class Values:
+    """What one scrape found: numbers by metric and label values. What is never set stays 0."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[str, tuple[str, ...]], float] = {}
+        self.histograms: dict[tuple[str, tuple[str, ...]], tuple[Sequence[float], float]] = {}
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        self.numbers[name, labels] = float(value)
+
+    def add(self, name: str, value: float, *labels: str) -> None:
+        self.numbers[name, labels] = self.numbers.get((name, labels), 0.0) + float(value)
+
+    def histogram(self, name: str, counts: Sequence[float], total: float, *labels: str) -> None:
+        """`counts` of each bucket, not cumulative, the last beyond every bound; `total` is the sum of what was observed."""
+        self.histograms[name, labels] = (counts, total)
+
+
+class Histogram:
+    """A histogram kept in Python, for what happens rarely (evictions). Callers serialise observe()."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0.0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[next((at for at, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))] += 1
+        self.total += value
+
+
+class TableCollector(Collector):
+    """Yields every family of a table with every series, from what `read` fills in."""
+
+    def __init__(self, table: Iterable[Metric], read: Callable[[Values], None]) -> None:
+        self._table = tuple(table)
+        self._read = read
+
+    def describe(self) -> Iterable[Family]:
+        return ()  # registering must not read the sources
+
+    def collect(self) -> Iterator[Family]:
+        values = Values()
+        self._read(values)
+        for metric in self._table:
+            yield _family(metric, values)
+
+
+def _family(metric: Metric, values: Values) -> Family:
+    labels = list(metric.labels)
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+        zero = ([0.0] * (len(metric.bounds) + 1), 0.0)
+        for series in metric.series():
+            counts, total = values.histograms.get((metric.name, series), zero)
+            if len(counts) != len(metric.bounds) + 1:
+                raise ValueError(f"{metric.name}: {len(counts)} buckets, expected {len(metric.bounds) + 1}")
+            running = itertools.accumulate(counts)
+            edges = [*(f"{bound:g}" for bound in metric.bounds), "+Inf"]
+            histogram.add_metric(list(series), list(zip(edges, running, strict=True)), total)
+        return histogram
+    family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(metric.name, metric.help, labels=labels)
+    for series in metric.series():
+        family.add_metric(list(series), values.numbers.get((metric.name, series), 0.0))
+    return family
+
+
+def registry_of(table: Iterable[Metric], read: Callable[[Values], None]) -> CollectorRegistry:
+    """A registry of its own over one table, build_info included."""
+    info = Metric(COMMON[0].name, "gauge", COMMON[0].help, {"version": (version(),), "revision": (revision(),)})
+
+    def read_all(values: Values) -> None:
+        values.set(info.name, 1, version(), revision())
+        read(values)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(TableCollector((info, *table), read_all))
+    return registry
+
+
+def flat_values(registry: CollectorRegistry) -> dict[str, float]:
+    """Every sample as `name{label="value",...}` -> number: what the control plane's Stats answers."""
+    found = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            inner = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+            found[f"{sample.name}{{{inner}}}" if inner else sample.name] = float(sample.value)
+    return found
+
+
+_STATUS_RESULT: Final = {0: "ok", 1: "not_found", 2: "busy", 3: "no_space", 4: "ok", 5: "stale_map", 6: "draining", 40: "corrupt"}
+
+
+def result_of_status(status: int) -> str:
+    """The `result` label of a wire status (kernels/common.hpp): 20 to 39 are refusals, faults are errors; EXISTS counts as stored."""
+    return _STATUS_RESULT.get(status) or ("refused" if 20 <= status < 40 else "error")
+
+
+def class_label(class_id: int, names: Mapping[int, str] | None = None) -> str:
+    """The `retention_class` label of a class number; operators' own classes share "other"."""
+    name = (names or {0: "none", 1: "batch", 2: "chat", 3: "agent"}).get(class_id, "other")
+    return name if name in CLASSES else "other"
+
+
+class EvictionMetrics:
+    """What the evictor tells: one call for each batch of one class and reason."""
+
+    def __init__(self) -> None:
+        self.extents: dict[tuple[str, str], int] = {}
+        self.bytes: dict[tuple[str, str], int] = {}
+        self.ages: dict[str, Histogram] = {}
+
+    def evicted(self, retention_class: str, reason: str, sizes_bytes: Sequence[int], ages_seconds: Sequence[float]) -> None:
+        key = retention_class, reason
+        self.extents[key] = self.extents.get(key, 0) + len(sizes_bytes)
+        self.bytes[key] = self.bytes.get(key, 0) + sum(sizes_bytes)
+        ages = self.ages.setdefault(retention_class, Histogram(AGE_BOUNDS_SECONDS))
+        for age in ages_seconds:
+            ages.observe(age)
+
+    def read(self, values: Values) -> None:
+        # Copies first: the evictor's thread goes on.
+        for (name, reason), count in list(self.extents.items()):
+            values.set("kvstore_evicted_extents_total", count, name, reason)
+        for (name, reason), count in list(self.bytes.items()):
+            values.set("kvstore_evicted_bytes_total", count, name, reason)
+        for name, ages in list(self.ages.items()):
+            values.histogram("kvstore_eviction_age_seconds", list(ages.counts), ages.total, name)
+
+
+@dataclass
+class NodeFacts:
+    """What a daemon knows besides its native counters; the daemon keeps it up to date."""
+
+    capacity_bytes: int = 0
+    epoch: int = 0
+    ready: bool = False
+    started_unix_seconds: float = 0.0
+    index_rebuilt: bool = False
+    retention_seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def node_registry(
+    server_stats: Callable[[], Mapping[str, Any]],
+    store_stats: Callable[[], Mapping[str, Any]],
+    facts: NodeFacts,
+    evictions: EvictionMetrics | None = None,
+) -> CollectorRegistry:
+    """A storage daemon's metrics: `server_stats` is Server.stats, `store_stats` Store.stats (kvstore/kernels/_native.pyi)."""
+
+    def read(values: Values) -> None:
+        read_server(server_stats(), values)
+        read_store(store_stats(), values)
+        values.set("kvstore_disk_capacity_bytes", facts.capacity_bytes)
+        values.set("kvstore_epoch", facts.epoch)
+        values.set("kvstore_node_ready", facts.ready)
+        values.set("kvstore_node_start_timestamp_seconds", facts.started_unix_seconds)
+        values.set("kvstore_index_starts_total", 1, "rebuilt" if facts.index_rebuilt else "loaded")
+        for name, seconds in facts.retention_seconds.items():
+            if name in CLASSES:
+                values.set("kvstore_retention_contract_seconds", seconds, name)
+        if evictions is not None:
+            evictions.read(values)
+
+    return registry_of(NODE, read)
+
+
+def read_server(stats: Mapping[str, Any], values: Values) -> None:
+    """Server.stats() -> the node table."""
+    if tuple(stats["bounds_seconds"]) != LATENCY_BOUNDS_SECONDS:
+        raise ValueError("the server's histogram bounds are not LATENCY_BOUNDS_SECONDS")
+    for op in OPS:
+        for status, count in stats["requests"][op].items():
+            values.add("kvstore_node_requests_total", count, op, result_of_status(status))
+        histogram = stats["request_seconds"][op]
+        values.histogram("kvstore_node_request_duration_seconds", histogram["counts"], histogram["sum_seconds"], op)
+        values.set("kvstore_node_queued_requests", stats["queued"][op], op)
+    for status, count in stats["read_items"].items():
+        values.add("kvstore_node_read_shards_total", count, result_of_status(status))
+    values.set("kvstore_node_transfer_bytes_total", stats["bytes_in"], "in")
+    values.set("kvstore_node_transfer_bytes_total", stats["bytes_out"], "out")
+    values.set("kvstore_node_connections", stats["connections"])
+    for event in ("opened", "refused", "idle_closed", "cut"):
+        values.set("kvstore_node_connection_events_total", stats[f"connections_{event}"], event)
+    values.set("kvstore_node_malformed_frames_total", stats["frames_malformed"])
+    values.set("kvstore_node_memory_bytes", stats["write_arena_used_bytes"], "write")
+    values.set("kvstore_node_memory_bytes", stats["read_head_bytes"], "read_head")
+    values.set("kvstore_disk_reads_total", stats["reads_direct"], "direct")
+    values.set("kvstore_disk_reads_total", stats["reads_cached"], "cache")
+    values.set("kvstore_disk_reads_total", stats["reads_fell_back"], "buffered")
+    values.set("kvstore_epoch_seen", stats["epoch_seen"])
+
+
+def read_store(stats: Mapping[str, Any], values: Values) -> None:
+    """Store.stats() -> the node table."""
+    values.set("kvstore_node_extents", stats["extents"])
+    values.set("kvstore_node_pinned_extents", stats["pins"])
+    values.set("kvstore_node_discover_keys_total", stats["discover_filtered"], "filter")
+    values.set("kvstore_node_discover_keys_total", stats["discover_keys"] - stats["discover_filtered"], "index")
+    values.set("kvstore_disk_used_bytes", stats["used_bytes"], "shards")
+    values.set("kvstore_disk_used_bytes", stats["zombie_bytes"], "zombie")
+    values.set("kvstore_disk_used_bytes", stats["index_bytes"], "index")
+    values.set("kvstore_disk_written_bytes_total", stats["put_bytes"])
+    values.set("kvstore_disk_punched_bytes_total", stats["punched_bytes"])
+    values.set("kvstore_disk_errors_total", stats["io_errors"], "io")
+    values.set("kvstore_disk_errors_total", stats["corrupt_reported"] + stats["corrupt_found"], "checksum")
+    values.set("kvstore_disk_errors_total", stats["index_faults"], "index")

@@ -1,0 +1,121 @@
+"""Metrics: every series at 0 from the first second, house naming rules, exact numbers from native counters, and a document that is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore import metrics
+from kvstore.metrics import AGE_BOUNDS_SECONDS, CLIENT, COMMON, LATENCY_BOUNDS_SECONDS, NODE, OPS, EvictionMetrics, NodeFacts
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
+
+
+def server_stats() -> dict[str, Any]:
+    """What Server.stats() gives before any traffic (tests/test_server*.py hold the real one against the same reader)."""
+    zero = {"counts": [0] * (len(LATENCY_BOUNDS_SECONDS) + 1), "sum_seconds": 0.0}
+    singles = (
+        "bytes_in bytes_out connections connections_opened connections_refused connections_idle_closed connections_cut frames_malformed "
+        "read_head_bytes write_arena_used_bytes reads_direct reads_cached reads_fell_back epoch_seen"
+    )
+    return {
+        "bounds_seconds": list(LATENCY_BOUNDS_SECONDS),
+        "requests": {op: {} for op in OPS},
+        "request_seconds": {op: dict(zero) for op in OPS},
+        "queued": dict.fromkeys(OPS, 0),
+        "read_items": {},
+        **dict.fromkeys(singles.split(), 0),
+    }
+
+
+def store_stats() -> dict[str, int]:
+    names = (
+        "extents pins discover_filtered discover_keys used_bytes zombie_bytes index_bytes put_bytes punched_bytes io_errors "
+        "corrupt_reported corrupt_found index_faults"
+    )
+    return dict.fromkeys(names.split(), 0)
+
+
+def test_every_series_is_there_at_zero_before_any_traffic() -> None:
+    flat = metrics.flat_values(metrics.node_registry(server_stats, store_stats, NodeFacts()))
+    for metric in NODE:
+        for series in metric.series():
+            labels = ",".join(f'{name}="{value}"' for name, value in zip(metric.labels, series, strict=True))
+            name = metric.name + ("_count" if metric.kind == "histogram" else "")
+            key = f"{name}{{{labels}}}" if labels else name
+            assert flat[key] == (1.0 if key.endswith('{mode="loaded"}') else 0.0), key
+
+
+def test_native_counters_come_out_exactly() -> None:
+    server, store = server_stats(), store_stats()
+    server["requests"]["read"] = {0: 7, 1: 2, 20: 3, 21: 4, 42: 5, 4: 1}
+    server["request_seconds"]["write"] = {"counts": [1, 2] + [0] * (len(LATENCY_BOUNDS_SECONDS) - 1), "sum_seconds": 0.5}
+    store |= {"used_bytes": 4096, "discover_keys": 10, "discover_filtered": 4, "corrupt_found": 2, "corrupt_reported": 1}
+    evictions = EvictionMetrics()
+    evictions.evicted("chat", "expired", [100, 200], [7 * 86400 + 1, 30.0])
+    flat = metrics.flat_values(metrics.node_registry(lambda: server, lambda: store, NodeFacts(epoch=3, index_rebuilt=True), evictions))
+    expected = {
+        'kvstore_node_requests_total{op="read",result="ok"}': 8,  # EXISTS counts as done
+        'kvstore_node_requests_total{op="read",result="refused"}': 7,
+        'kvstore_node_requests_total{op="read",result="error"}': 5,
+        'kvstore_node_request_duration_seconds_bucket{op="write",le="5e-05"}': 1,
+        'kvstore_node_request_duration_seconds_bucket{op="write",le="0.0001"}': 3,
+        'kvstore_node_request_duration_seconds_sum{op="write"}': 0.5,
+        'kvstore_disk_used_bytes{kind="shards"}': 4096,
+        'kvstore_node_discover_keys_total{by="index"}': 6,
+        'kvstore_disk_errors_total{kind="checksum"}': 3,
+        'kvstore_index_starts_total{mode="rebuilt"}': 1,
+        'kvstore_evicted_bytes_total{retention_class="chat",reason="expired"}': 300,
+        'kvstore_eviction_age_seconds_bucket{retention_class="chat",le="604800"}': 1,
+        'kvstore_eviction_age_seconds_count{retention_class="chat"}': 2,
+        "kvstore_epoch": 3,
+    }
+    assert {name: flat[name] for name in expected} == expected
+
+
+def test_a_server_with_other_bounds_is_noticed() -> None:
+    server = server_stats()
+    server["bounds_seconds"] = [1.0]
+    with pytest.raises(ValueError, match="bounds"):
+        metrics.flat_values(metrics.node_registry(lambda: server, store_stats, NodeFacts()))
+
+
+def test_names_follow_the_rules() -> None:
+    assert len({m.name for m in (*NODE, *CLIENT)}) == len(NODE) + len(CLIENT), "one name per fact"
+    for m in (*COMMON, *NODE, *CLIENT):
+        assert re.fullmatch(r"kvstore_[a-z0-9_]+", m.name)
+        assert m.name.endswith("_total") == (m.kind == "counter"), m.name
+        assert not re.search(r"_(ms|us|kb|mb|gb|percent|rate)(_|$)", m.name), m.name
+        assert (m.kind == "histogram") <= m.name.endswith("_seconds"), m.name
+        assert m.help.endswith(".") and "\n" not in m.help
+        for name, closed in m.labels.items():
+            assert len(closed) <= 10 and not {"key", "request", "user", "prompt", "ip", "node"} & {name}, m.name
+    assert list(AGE_BOUNDS_SECONDS) == sorted(AGE_BOUNDS_SECONDS) and list(LATENCY_BOUNDS_SECONDS) == sorted(LATENCY_BOUNDS_SECONDS)
+
+
+def test_the_text_is_what_prometheus_reads() -> None:
+    text = generate_latest(metrics.node_registry(server_stats, store_stats, NodeFacts())).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for m in (*COMMON, *NODE):
+        family = families[m.name.removesuffix("_total")]
+        assert family.documentation == m.help and family.type == m.kind
+    info = families["kvstore_build_info"].samples[0]
+    assert info.value == 1 and info.labels["version"]
+
+
+def test_the_document_lists_exactly_what_is_exported() -> None:
+    rows = re.findall(r"^\| `(kvstore_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    written = {
+        name: (kind, {part.split("=")[0] for part in labels.replace("`", "").split() if "=" in part or part}, text)
+        for name, kind, labels, text in rows
+    }
+    assert set(written) == {m.name for m in (*COMMON, *NODE, *CLIENT)}
+    for m in (*COMMON, *NODE, *CLIENT):
+        kind, labels, text = written[m.name]
+        assert kind == m.kind and text.strip() == m.help, m.name
+        assert {label.rstrip(",") for label in labels} == set(m.labels), m.name
