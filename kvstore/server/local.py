@@ -33,7 +33,7 @@ from kvstore.clustermap import DEFAULT_CLASSES, ClusterMap, Node, RetentionClass
 from kvstore.errors import ConfigError, DirectoryInUse, Unreachable
 
 HOST: Final = "127.0.0.1"
-PORTS_PER_NODE: Final = 2  # data, admin
+PORTS_PER_NODE: Final = 3  # data, gRPC, HTTP: all data ports first, then all gRPC ports, then all HTTP ports
 LOG_TAIL_BYTES: Final = 4096
 
 
@@ -162,7 +162,10 @@ class LocalCluster:
 
     def _load_or_plan(self) -> ClusterMap:
         cluster_id, k, m, bucket_seconds, classes = self._shape
-        nodes = [Node(f"node-{i:02}", f"node-{i:02}", f"{HOST}:{i + 1}", f"{HOST}:{i + 30001}") for i in range(self.nodes_count)]
+        nodes = [
+            Node(f"node-{i:02}", f"node-{i:02}", f"{HOST}:{i + 1}", f"{HOST}:{i + 20001}", f"{HOST}:{i + 40001}")
+            for i in range(self.nodes_count)
+        ]
         planned = ClusterMap.local(nodes, cluster_id=cluster_id, k=k, m=m, bucket_seconds=bucket_seconds, classes=classes)
         if not self.map_path.exists():
             return planned
@@ -206,19 +209,25 @@ class LocalCluster:
                 if not port_is_free(port):
                     raise ConfigError("E107", f"port {port} is taken{port_owner(port)}", fix="stop it, or choose another with --port")
         else:
-            kept = [int(address.rpartition(":")[2]) for n in self.map.nodes for address in (n.address, n.admin_address)]
+            kinds = zip(*((n.address, n.admin_address, n.metrics_address) for n in self.map.nodes), strict=True)
+            kept = [int(address.rpartition(":")[2] or 0) for kind in kinds for address in kind]
             usable = not fresh and min(kept) > 1024 and all(port_is_free(port) for port in kept)
             ports = kept if usable else free_ports(PORTS_PER_NODE * self.nodes_count)
-        pairs = zip(self.map.nodes, ports[::2], ports[1::2], strict=True)
-        nodes = tuple(replace(node, address=f"{HOST}:{data}", admin_address=f"{HOST}:{admin}") for node, data, admin in pairs)
+        n = self.nodes_count
+        nodes = tuple(
+            replace(
+                node, **{kind: f"{HOST}:{ports[at * n + i]}" for at, kind in enumerate(("address", "admin_address", "metrics_address"))}
+            )
+            for i, node in enumerate(self.map.nodes)
+        )
         epochs = {number: replace(e, nodes=tuple(nodes[n.ordinal] for n in e.nodes)) for number, e in self.map.epochs.items()}
         self.map = replace(self.map, nodes=nodes, epochs=epochs)
 
     def _arguments(self, node: int) -> list[str]:
         entry = self.map.nodes[node]
-        address, admin = entry.address.rpartition(":")[2], entry.admin_address.rpartition(":")[2]
+        data, admin, http = (a.rpartition(":")[2] for a in (entry.address, entry.admin_address, entry.metrics_address))
         arguments = ["--data", str(self.node_directory(node)), "--capacity", str(self.capacity_bytes), "--host", HOST]
-        arguments += ["--port", address, "--admin-port", admin, "--id", entry.id, "--map", str(self.map_path)]
+        arguments += ["--port", data, "--admin-port", admin, "--http-port", http, "--id", entry.id, "--map", str(self.map_path)]
         return arguments + (["--io", self.io] if self.io else []) + list(self.extra_arguments)
 
     def _start_nodes(self, nodes: Sequence[int]) -> None:
