@@ -162,10 +162,8 @@ class LocalCluster:
 
     def _load_or_plan(self) -> ClusterMap:
         cluster_id, k, m, bucket_seconds, classes = self._shape
-        nodes = [
-            Node(f"node-{i:02}", f"node-{i:02}", f"{HOST}:{i + 1}", f"{HOST}:{i + 20001}", f"{HOST}:{i + 40001}")
-            for i in range(self.nodes_count)
-        ]
+        ports = range(1, 1 + PORTS_PER_NODE * self.nodes_count)  # stand-ins until start() chooses
+        nodes = [Node(f"node-{i:02}", f"node-{i:02}", *_addresses(ports, i)) for i in range(self.nodes_count)]
         planned = ClusterMap.local(nodes, cluster_id=cluster_id, k=k, m=m, bucket_seconds=bucket_seconds, classes=classes)
         if not self.map_path.exists():
             return planned
@@ -213,12 +211,10 @@ class LocalCluster:
             kept = [int(address.rpartition(":")[2] or 0) for kind in kinds for address in kind]
             usable = not fresh and min(kept) > 1024 and all(port_is_free(port) for port in kept)
             ports = kept if usable else free_ports(PORTS_PER_NODE * self.nodes_count)
-        n = self.nodes_count
+        placed = [_addresses(ports, i) for i in range(self.nodes_count)]
         nodes = tuple(
-            replace(
-                node, **{kind: f"{HOST}:{ports[at * n + i]}" for at, kind in enumerate(("address", "admin_address", "metrics_address"))}
-            )
-            for i, node in enumerate(self.map.nodes)
+            replace(node, address=data, admin_address=admin, metrics_address=http)
+            for node, (data, admin, http) in zip(self.map.nodes, placed, strict=True)
         )
         epochs = {number: replace(e, nodes=tuple(nodes[n.ordinal] for n in e.nodes)) for number, e in self.map.epochs.items()}
         self.map = replace(self.map, nodes=nodes, epochs=epochs)
@@ -287,6 +283,12 @@ class LocalCluster:
             text = self.log_path(node).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
             return text.splitlines()[-1] if text else "it said nothing"
         return "it said nothing"
+
+
+def _addresses(ports: Sequence[int], node: int) -> tuple[str, str, str]:
+    """Data, gRPC and HTTP address of one node out of all ports."""
+    data, admin, http = ports[node :: len(ports) // PORTS_PER_NODE]
+    return f"{HOST}:{data}", f"{HOST}:{admin}", f"{HOST}:{http}"
 
 
 def _read_stdout(stream: IO[bytes], ready: Future[dict[str, Any]]) -> None:
