@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import zfec
 
-from benchmarks.harness import interleaved, ratio_of_medians, seconds
+from benchmarks.harness import Bench, Figure, at_least, interleaved, measures, ratio_of_medians, seconds
 from kvstore.erasure import cut_plane
 from kvstore.erasure.isal import IsalCodec
 from kvstore.layout import PRESETS
@@ -98,6 +98,18 @@ def measure(rounds: int = 15, blocks_count: int = 64) -> dict[str, float]:
     for name in ("codec_vs_isal", "codec_vs_zfec"):
         figures[name] = min(figures[f"{name}.encode"], figures[f"{name}.decode"])
     return figures
+
+
+@measures("codec_vs_isal", "codec_vs_zfec")
+def codec(bench: Bench) -> dict[str, Figure]:
+    bars = {"codec_vs_isal": at_least(0.9), "codec_vs_zfec": at_least(15)}
+    figures = measure(bench.scale.rounds, 4 if bench.scale.name == "smoke" else 64)
+    speeds = {name.split(".")[1]: value for name, value in figures.items() if name.startswith("codec_gb_per_second")}
+    return {
+        name: Figure(value, bars[name.split(".")[0]], f"{speeds[name.split('.')[1]]:.1f} GB/s" if "." in name else "")
+        for name, value in figures.items()
+        if name.split(".")[0] in bars
+    }
 
 
 if __name__ == "__main__":
