@@ -24,7 +24,7 @@ bool rows_are_dense(const Array& rows) {
 // Raises kvstore.errors.<error>(code, what, cause). Call with the GIL held.
 [[noreturn]] inline void raise_fault(const char* error, const char* code, const std::string& what, const std::string& cause) {
   nb::object type = nb::module_::import_("kvstore.errors").attr(error);
-  PyErr_SetObject(type.ptr(), nb::object(type(code, what, cause)).ptr());
+  PyErr_SetObject(type.ptr(), nb::object(type(code, what.c_str(), cause.c_str())).ptr());
   throw nb::python_error();
 }
 
