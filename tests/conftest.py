@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# No deadline for one example: the first of a test pays for imports, and machines are shared. pytest's own timeout stands.
+settings.register_profile("kvstore", deadline=None)
+settings.load_profile("kvstore")
 
 FULL_SIZE = os.environ.get("SIZE", "") == "full"
 
