@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore import layout as layout_module
+from kvstore.erasure.checks import M_MAX
 from kvstore.errors import LayoutError
 from kvstore.layout import PRESETS, SHARD_ALIGN_BYTES, Layout, Plane, Section, gqa, mla, shard_bytes_of
 
@@ -117,6 +121,23 @@ def test_names_sizes_order_and_splits_of_sections_change_the_digest() -> None:
         (Section("a", 300),),
     ]
     assert len({Layout(v).digest() for v in variants}) == len(variants)
+
+
+def test_limits_are_those_of_the_native_core() -> None:
+    """Twins of the constants in kernels/common.hpp."""
+    text = (Path(__file__).resolve().parent.parent / "kernels" / "common.hpp").read_text()
+    for name, value in (
+        ("BLOCKS_PER_EXTENT_MAX", layout_module.BLOCKS_PER_EXTENT_MAX),
+        ("EXTENT_BYTES_MAX", layout_module.EXTENT_BYTES_MAX),
+        ("BLOCK_BYTES_MAX", layout_module.BLOCK_BYTES_MAX),
+        ("PLANES_MAX", layout_module.PLANES_MAX),
+        ("SHARD_ALIGN", layout_module.SHARD_ALIGN_BYTES),
+        ("K_MAX", layout_module.K_MAX),
+        ("M_MAX", M_MAX),
+    ):
+        found = re.search(rf"\b{name} = (\d+)u?(?: << (\d+))?[;,]", text)
+        assert found, name
+        assert int(found[1]) << int(found[2] or 0) == value, name
 
 
 def test_opaque_blocks_have_one_plane() -> None:

@@ -1,4 +1,4 @@
-"""zfec: needs no native core, is thirty times slower, and is the oracle of the other codec."""
+"""zfec: needs no native core, is some 25 times slower, and is the oracle of the other codec."""
 
 from collections.abc import Sequence
 
