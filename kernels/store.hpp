@@ -4,8 +4,7 @@
 // Who calls what: the server's threads call discover, promise, withdraw, open_read, put; Python's gc calls queues, peek, evict;
 // one maintenance thread of the store's own flushes touches, syncs each second, punches holes (paced), seals segments.
 #pragma once
-#include <atomic>
-#include <cstdio>
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +23,9 @@ struct StoreConfig {
   uint32_t bucket_seconds = 60;
   uint32_t pins_max = 1u << 20;       // promised extents at once; past it BUSY
   bool virtual_clock = false;         // the clock is what clients' buckets say (trace replay); else the host's
+  uint64_t disk_reserve_bytes = 32u << 20;   // below this much free on the file system puts are refused: deleting needs room too
+  // How long each class is kept, seconds; only the order matters here: a touch moves an extent to the longest-lived class.
+  std::array<uint32_t, CLASSES_MAX> retention_seconds{0, 3600, 7 * 86400, 3 * 86400};
 };
 
 class Segment;   // one append-only file; kept open while anyone reads it
@@ -41,11 +43,19 @@ class ReadRef {
   uint64_t offset = 0;         // of the record in its file, a multiple of RECORD_ALIGN
   uint64_t record_bytes = 0;
   uint32_t head_bytes = 0;
+  uint32_t block_count = 0;
+  std::vector<uint32_t> shard_bytes;   // of one piece, by plane: with these no byte of the head need be read to find a piece
+  // From the record's start: where the sums / digests / pieces of one plane's blocks lie (block_count of each, in a row).
+  uint64_t sums_at(uint32_t plane) const { return head_bytes + 8ull * plane * block_count; }
+  uint64_t digests_at(uint32_t plane) const { return head_bytes + 8ull * shard_bytes.size() * block_count + 16ull * plane * block_count; }
+  uint64_t pieces_at(uint32_t plane) const {
+    uint64_t at = head_bytes + checks_bytes_of(uint32_t(shard_bytes.size()), block_count);
+    for (uint32_t p = 0; p < plane; p++) at += uint64_t(shard_bytes[p]) * block_count;
+    return at;
+  }
  private:
-  friend class Store;
-  std::shared_ptr<Segment> segment_;
-  uint64_t generation_ = 0;    // for "reads in flight over"
-  class Store* store_ = nullptr;
+  friend class StoreImpl;
+  std::shared_ptr<Segment> segment_;   // held; must not outlive the store
 };
 
 class Store {
@@ -67,10 +77,6 @@ class Store {
 
   virtual uint32_t bucket_now() const = 0;
   virtual void close(bool clean) = 0;   // stops maintenance; clean: flush, sync, clean-stop mark
-
- protected:
-  friend class ReadRef;
-  virtual void end_read(uint64_t generation) = 0;
 };
 
 }  // namespace kv

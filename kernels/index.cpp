@@ -1,0 +1,288 @@
+#include "index.hpp"
+
+#include <sys/stat.h>
+
+#include <cerrno>
+
+namespace kv {
+
+namespace {
+
+constexpr unsigned READERS_MAX = 510;
+constexpr size_t POOL_MAX = 64;
+
+void put_varint(std::vector<uint8_t>& out, uint64_t v) {
+  while (v >= 0x80) out.push_back(uint8_t(v) | 0x80), v >>= 7;
+  out.push_back(uint8_t(v));
+}
+
+bool get_varint(const uint8_t*& p, const uint8_t* end, uint64_t& out) {
+  out = 0;
+  for (int shift = 0; shift < 42; shift += 7) {
+    if (p == end) return false;
+    out |= uint64_t(*p & 0x7f) << shift;
+    if (!(*p++ & 0x80)) return true;
+  }
+  return false;
+}
+
+uint32_t check_of(const void* key, size_t key_bytes, const void* rest, size_t rest_bytes) {
+  XXH3_state_t s;
+  XXH3_64bits_reset(&s);
+  XXH3_64bits_update(&s, key, key_bytes);
+  XXH3_64bits_update(&s, rest, rest_bytes);
+  return uint32_t(XXH3_64bits_digest(&s));
+}
+
+void seal_value(const EntryKey& key, std::vector<uint8_t>& value) {
+  const uint32_t check = check_of(key.data(), key.size(), value.data() + 4, value.size() - 4);
+  std::memcpy(value.data(), &check, 4);
+}
+
+}  // namespace
+
+GroupKey group_key(const Owner& owner, const uint8_t* extent_key) {
+  GroupKey out;
+  std::memcpy(out.data(), owner.data(), OWNER_BYTES);
+  std::memcpy(out.data() + OWNER_BYTES, extent_key, KEY_BYTES);
+  return out;
+}
+
+NameKey name_key(const Owner& owner, const uint8_t* extent_key, uint64_t write_id) {
+  NameKey out;
+  std::memcpy(out.data(), owner.data(), OWNER_BYTES);
+  std::memcpy(out.data() + OWNER_BYTES, extent_key, KEY_BYTES);
+  std::memcpy(out.data() + GROUP_BYTES, &write_id, 8);
+  return out;
+}
+
+EntryKey entry_key(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) {
+  EntryKey out;
+  const NameKey name = name_key(owner, extent_key, write_id);
+  std::memcpy(out.data(), name.data(), NAME_BYTES);
+  out[NAME_BYTES] = shard;
+  return out;
+}
+
+RecencyKey recency_key(const uint8_t* entry_key, uint8_t retention_class, uint32_t bucket, uint32_t start_block) {
+  RecencyKey out;
+  uint8_t* p = out.data();
+  *p++ = retention_class;
+  std::memcpy(p, entry_key, OWNER_BYTES), p += OWNER_BYTES;
+  store_be32(p, bucket), p += 4;
+  store_be32(p, ~start_block), p += 4;
+  std::memcpy(p, entry_key + OWNER_BYTES, ENTRY_KEY_BYTES - OWNER_BYTES);
+  return out;
+}
+
+EntryKey entry_key_of_recency(const uint8_t* row) {
+  EntryKey out;
+  std::memcpy(out.data(), row + 1, OWNER_BYTES);
+  std::memcpy(out.data() + OWNER_BYTES, row + 1 + OWNER_BYTES + 8, ENTRY_KEY_BYTES - OWNER_BYTES);
+  return out;
+}
+
+uint32_t bucket_of_recency(const uint8_t* row) { return load_be32(row + 1 + OWNER_BYTES); }
+
+RecencyValue recency_value(const RecencyKey& key, uint32_t record_4k) {
+  return {record_4k, check_of(key.data(), key.size(), &record_4k, 4)};
+}
+
+std::vector<uint8_t> encode_entry(const EntryKey& key, const RecordView& view, uint32_t segment, uint64_t offset, uint32_t bucket) {
+  const RecordHead& h = view.head();
+  std::vector<uint8_t> tail;
+  int64_t last = h.start_block;
+  for (uint32_t i = 0; i < h.earlier_count; i++) {
+    const int64_t delta = int64_t(view.earlier()[i]) - last;
+    put_varint(tail, uint64_t(delta) << 1 ^ uint64_t(delta >> 63));
+    last = view.earlier()[i];
+  }
+  for (uint32_t p = 0; p < h.plane_count;) {
+    uint32_t run = 1;
+    while (p + run < h.plane_count && view.planes()[p + run].shard_bytes == view.planes()[p].shard_bytes) run++;
+    put_varint(tail, run);
+    put_varint(tail, view.planes()[p].shard_bytes / SHARD_ALIGN);
+    p += run;
+  }
+  EntryFixed f{};
+  f.segment = segment;
+  f.offset_4k = uint32_t(offset / RECORD_ALIGN);
+  f.record_bytes = uint32_t(h.record_bytes);
+  f.bucket = bucket;
+  f.start_block = h.start_block;
+  f.pg = h.pg;
+  f.block_bytes = h.block_bytes;
+  f.kv_group = h.kv_group;
+  f.depth = h.depth;
+  f.block_count = h.block_count;
+  f.earlier_count = h.earlier_count;
+  f.version = ENTRY_VERSION;
+  f.retention_class = h.retention_class;
+  f.k = h.k, f.m = h.m, f.cipher = h.cipher, f.plane_count = h.plane_count;
+  f.write_epoch = h.write_epoch;
+  f.layout_tag = h.layout_tag;
+  f.fidelity = h.fidelity;
+  f.tail_bytes = uint16_t(tail.size());
+  std::vector<uint8_t> value(sizeof f + 8 * size_t(h.block_count) + tail.size());
+  std::memcpy(value.data(), &f, sizeof f);
+  std::memcpy(value.data() + sizeof f, view.tags(), 8 * size_t(h.block_count));
+  std::memcpy(value.data() + sizeof f + 8 * size_t(h.block_count), tail.data(), tail.size());
+  seal_value(key, value);
+  return value;
+}
+
+std::vector<uint8_t> with_last_use(const EntryKey& key, MDB_val value, uint32_t bucket, uint8_t retention_class) {
+  const auto* p = static_cast<const uint8_t*>(value.mv_data);
+  std::vector<uint8_t> out(p, p + value.mv_size);
+  std::memcpy(out.data() + offsetof(EntryFixed, bucket), &bucket, 4);
+  out[offsetof(EntryFixed, retention_class)] = retention_class;
+  seal_value(key, out);
+  return out;
+}
+
+bool decode_entry(MDB_val key, MDB_val value, Entry& out) {
+  const auto* p = static_cast<const uint8_t*>(value.mv_data);
+  if (key.mv_size != ENTRY_KEY_BYTES || value.mv_size < sizeof(EntryFixed)) return false;
+  std::memcpy(&out.fixed, p, sizeof out.fixed);
+  const EntryFixed& f = out.fixed;
+  if (f.version != ENTRY_VERSION || value.mv_size != sizeof f + 8 * size_t(f.block_count) + f.tail_bytes) return false;
+  if (f.check != check_of(key.mv_data, key.mv_size, p + 4, value.mv_size - 4)) return false;
+  out.tags = p + sizeof f;
+  out.tail = out.tags + 8 * size_t(f.block_count);
+  return f.block_count >= 1 && f.block_count <= BLOCKS_PER_EXTENT_MAX && f.earlier_count <= EARLIER_MAX;
+}
+
+bool Entry::earlier(uint32_t* out) const {
+  const uint8_t *p = tail, *end = tail + fixed.tail_bytes;
+  int64_t last = fixed.start_block;
+  for (uint32_t i = 0; i < fixed.earlier_count; i++) {
+    uint64_t v;
+    if (!get_varint(p, end, v)) return false;
+    last += int64_t(v >> 1) ^ -int64_t(v & 1);
+    out[i] = uint32_t(last);
+  }
+  return true;
+}
+
+bool Entry::shard_bytes(std::vector<uint32_t>& out) const {
+  const uint8_t *p = tail, *end = tail + fixed.tail_bytes;
+  uint64_t run, units;
+  for (uint32_t i = 0; i < fixed.earlier_count; i++)
+    if (!get_varint(p, end, run)) return false;
+  out.clear();
+  uint64_t pieces = 0;
+  while (out.size() < fixed.plane_count) {
+    if (!get_varint(p, end, run) || !get_varint(p, end, units)) return false;
+    if (run < 1 || run > fixed.plane_count - out.size() || units > BLOCK_BYTES_MAX / SHARD_ALIGN) return false;
+    out.insert(out.end(), run, uint32_t(units * SHARD_ALIGN));
+    pieces += run * units * SHARD_ALIGN * fixed.block_count;
+  }
+  return p == end && head_bytes() + checks_bytes_of(fixed.plane_count, fixed.block_count) + pieces == fixed.record_bytes;
+}
+
+Index::Index(const std::string& dir, uint64_t map_bytes) : map_bytes_(map_bytes) {
+  mkdir(dir.c_str(), 0755);
+  const auto fail = [this](const char* where, int rc) {
+    if (env) mdb_env_close(env);
+    throw IndexFault(where, rc);
+  };
+  if (int rc = mdb_env_create(&env)) fail("create", rc);
+  mdb_env_set_maxdbs(env, 8);
+  mdb_env_set_maxreaders(env, READERS_MAX);
+  mdb_env_set_mapsize(env, map_bytes);
+  // NOSYNC: the store says when to sync. NORDAHEAD: lookups are random. No WRITEMAP: a full disk is then an answer, not a SIGBUS.
+  if (int rc = mdb_env_open(env, dir.c_str(), MDB_NOSYNC | MDB_NOTLS | MDB_NORDAHEAD | MDB_NOMEMINIT, 0644)) fail("open", rc);
+  MDB_txn* txn = nullptr;
+  if (int rc = mdb_txn_begin(env, nullptr, 0, &txn)) fail("begin", rc);
+  for (auto [name, dbi] : {std::pair{"extents", &extents}, {"recency", &recency}, {"freed", &freed}, {"meta", &meta}})
+    if (int rc = mdb_dbi_open(txn, name, MDB_CREATE, dbi)) {
+      mdb_txn_abort(txn);
+      fail("table", rc);
+    }
+  if (int rc = mdb_txn_commit(txn)) fail("commit", rc);
+}
+
+Index::~Index() {
+  for (const Slot& slot : pool_) {
+    mdb_cursor_close(slot.extents);
+    mdb_txn_abort(slot.txn);
+  }
+  if (env) mdb_env_close(env);
+}
+
+Index::Reader::Reader(Index& index) : index_(index) {
+  {
+    std::lock_guard lock(index.pool_mutex_);
+    if (!index.pool_.empty()) {
+      txn = index.pool_.back().txn;
+      extents = index.pool_.back().extents;
+      index.pool_.pop_back();
+    }
+  }
+  if (!txn) {
+    if (int rc = mdb_txn_begin(index.env, nullptr, MDB_RDONLY, &txn)) throw IndexFault("read", rc);
+    if (int rc = mdb_cursor_open(txn, index.extents, &extents)) {
+      mdb_txn_abort(txn);
+      throw IndexFault("cursor", rc);
+    }
+    return;
+  }
+  int rc = mdb_txn_renew(txn);
+  if (!rc) rc = mdb_cursor_renew(txn, extents);
+  if (rc) {
+    mdb_cursor_close(extents);
+    mdb_txn_abort(txn);
+    throw IndexFault("renew", rc);
+  }
+}
+
+Index::Reader::~Reader() {
+  mdb_txn_reset(txn);
+  {
+    std::lock_guard lock(index_.pool_mutex_);
+    if (index_.pool_.size() < POOL_MAX) {
+      index_.pool_.push_back({txn, extents});
+      return;
+    }
+  }
+  mdb_cursor_close(extents);
+  mdb_txn_abort(txn);
+}
+
+void Index::Reader::refresh() {
+  mdb_txn_reset(txn);
+  int rc = mdb_txn_renew(txn);
+  if (!rc) rc = mdb_cursor_renew(txn, extents);
+  if (rc) throw IndexFault("renew", rc);
+}
+
+MDB_txn* Index::begin_write() {
+  MDB_txn* txn = nullptr;
+  if (int rc = mdb_txn_begin(env, nullptr, 0, &txn)) throw IndexFault("begin", rc);
+  return txn;
+}
+
+uint64_t Index::bytes_used() const {
+  MDB_txn* txn = nullptr;
+  uint64_t pages = 0;
+  if (mdb_txn_begin(env, nullptr, MDB_RDONLY, &txn)) return 0;
+  for (MDB_dbi dbi : {extents, recency, freed, meta}) {
+    MDB_stat s;
+    if (mdb_stat(txn, dbi, &s) == 0) pages += s.ms_branch_pages + s.ms_leaf_pages + s.ms_overflow_pages;
+  }
+  mdb_txn_abort(txn);
+  return pages * 4096;
+}
+
+double Index::map_share() const { return double(bytes_used()) / double(map_bytes_); }
+
+uint64_t Index::entries() const {
+  MDB_txn* txn = nullptr;
+  MDB_stat s{};
+  if (mdb_txn_begin(env, nullptr, MDB_RDONLY, &txn)) return 0;
+  mdb_stat(txn, extents, &s);
+  mdb_txn_abort(txn);
+  return s.ms_entries;
+}
+
+}  // namespace kv

@@ -1,0 +1,65 @@
+// What gc asks of a store: which queues there are, what stands at their head, and why something is gone. evict() is in store_commit.cpp.
+#include <algorithm>
+
+#include "store_impl.hpp"
+
+namespace kv {
+
+// A queue is one class of one owner. Totals are right once the start scan is over.
+std::vector<std::pair<QueueId, QueueTotals>> StoreImpl::queues() {
+  std::lock_guard commit(commit_mutex_);
+  return {totals_.begin(), totals_.end()};
+}
+
+// The first `limit` rows of a queue, in the order in which they go.
+std::vector<PeekedRow> StoreImpl::peek(const QueueId& queue, uint32_t limit) {
+  std::vector<PeekedRow> out;
+  with_index([&](Index& index) {
+    Index::Reader reader(index);
+    MDB_cursor* cursor = nullptr;
+    if (int rc = mdb_cursor_open(reader.txn, index.recency, &cursor)) throw IndexFault("peek", rc);
+    uint8_t prefix[1 + OWNER_BYTES];
+    prefix[0] = queue.retention_class;
+    std::memcpy(prefix + 1, queue.owner.data(), OWNER_BYTES);
+    MDB_val key = val(prefix, sizeof prefix), value;
+    int rc = mdb_cursor_get(cursor, &key, &value, MDB_SET_RANGE);
+    for (; rc == 0 && out.size() < limit; rc = mdb_cursor_get(cursor, &key, &value, MDB_NEXT)) {
+      if (key.mv_size != RECENCY_KEY_BYTES || value.mv_size != sizeof(RecencyValue)) break;
+      if (std::memcmp(key.mv_data, prefix, sizeof prefix) != 0) break;
+      PeekedRow row;
+      RecencyValue data;
+      std::memcpy(row.row.data(), key.mv_data, RECENCY_KEY_BYTES);
+      std::memcpy(&data, value.mv_data, sizeof data);
+      if (recency_value(row.row, data.record_4k).check != data.check) {
+        mdb_cursor_close(cursor);
+        throw IndexFault("recency", MDB_CORRUPTED);
+      }
+      row.bytes = uint64_t(data.record_4k) * RECORD_ALIGN;
+      out.push_back(row);
+    }
+    mdb_cursor_close(cursor);
+    if (rc && rc != MDB_NOTFOUND) throw IndexFault("peek", rc);
+  });
+  return out;
+}
+
+bool StoreImpl::wait_pressure(double timeout_seconds) {
+  std::unique_lock lock(pressure_mutex_);
+  const auto high = [this] { return pressed_ || used_bytes() > pressure_at_; };
+  pressure_cv_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), high);
+  const bool pressed = high();
+  pressed_ = false;
+  return pressed;
+}
+
+std::vector<GhostReason> StoreImpl::ghosts(const Owner& owner, const uint8_t* keys, uint32_t count) {
+  std::vector<GroupKey> groups;
+  for (uint32_t i = 0; i < count; i++) groups.push_back(group_key(owner, keys + size_t(i) * KEY_BYTES));
+  return ghosts_->reasons(groups);
+}
+
+void StoreImpl::set_retentions(const std::array<uint32_t, CLASSES_MAX>& seconds) {
+  for (uint32_t c = 0; c < CLASSES_MAX; c++) retention_[c] = seconds[c];
+}
+
+}  // namespace kv

@@ -1,0 +1,227 @@
+// The one implementation of the Store seam. One file per concern:
+//   store.cpp           the hot verbs
+//   store_commit.cpp    every change of the index, and what follows from it in RAM
+//   store_start.cpp     opening, the start scan, rebuilding a lost index, closing
+//   store_maintain.cpp  touches, syncs, sealing, punching, growing the filter
+//   store_evict.cpp     what gc asks: queues, peek, evict, ghosts
+//   store_check.cpp     check_integrity(), bulk_index() for benchmarks
+//   store_bind.cpp      the Python face
+//
+// Locks, in the order in which they are taken: gate_ (shared by every verb, exclusive while a damaged index is replaced),
+// commit_mutex_ (all changes of the index), then one of: filter_mutex_, limbo_mutex_, those inside Pins, Touches, SegmentFiles.
+// Free of a place: entry deleted and row in `freed` committed -> limbo, until the lookups of that time are over (epoch_) and
+// nobody reads the place (Segment::is_read) -> punched, row removed.
+#pragma once
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <shared_mutex>
+#include <thread>
+
+#include "dirstate.hpp"
+#include "filter.hpp"
+#include "ghosts.hpp"
+#include "index.hpp"
+#include "pins.hpp"
+#include "segments.hpp"
+#include "store.hpp"
+
+namespace kv {
+
+struct QueueId {
+  uint8_t retention_class;
+  Owner owner;
+  auto operator<=>(const QueueId&) const = default;
+};
+struct QueueTotals { int64_t rows = 0, bytes = 0; };
+struct PeekedRow { RecencyKey row; uint64_t bytes; };
+struct Evicted { uint8_t retention_class; uint64_t bytes; uint64_t age_seconds; };
+struct SyntheticShape { uint32_t block_count, block_bytes, start_block, bucket; uint8_t k, m, shard, retention_class; };
+
+// Counters, all since the start of this process.
+struct Counters {
+  std::atomic<uint64_t> puts{0}, puts_existing{0}, puts_no_space{0}, puts_refused{0}, puts_corrupt{0}, put_bytes{0};
+  std::atomic<uint64_t> discover_keys{0}, discover_filtered{0}, discover_writings{0};
+  std::atomic<uint64_t> promises{0}, promises_held{0}, promises_busy{0}, touches_dropped{0};
+  std::atomic<uint64_t> reads{0}, reads_absent{0}, withdrawn{0};
+  std::atomic<uint64_t> corrupt_reported{0}, corrupt_found{0}, index_faults{0};
+  std::atomic<uint64_t> evicted{0}, evict_skipped{0}, punches{0}, punched_bytes{0}, punch_errors{0}, segments_removed{0}, io_errors{0};
+  std::atomic<uint64_t> orphan_bytes{0}, recovered{0}, recovery_dropped{0};
+};
+
+class StoreImpl final : public Store {
+ public:
+  explicit StoreImpl(const StoreConfig& config);   // throws std::runtime_error, DirectoryInUse
+  ~StoreImpl() override;
+
+  void discover(const Owner& owner, const uint8_t* keys, uint32_t count, std::vector<uint8_t>& out) override;
+  void promise(const wire::PromiseRequest& request, const wire::WritingName* names, wire::PromiseAnswer* answers) override;
+  void withdraw(const Owner& owner, const wire::WritingName* names, uint32_t count, uint32_t* statuses) override;
+  Status open_read(const Owner& owner, const wire::ReadExtent& extent, ReadRef& out) override;
+  Status put(uint8_t* record, uint64_t bytes) override;
+  void report_corrupt(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) override;
+  uint32_t bucket_now() const override;
+  void close(bool clean) override;
+
+  // --- for gc ---
+  std::vector<std::pair<QueueId, QueueTotals>> queues();
+  std::vector<PeekedRow> peek(const QueueId& queue, uint32_t limit);
+  std::vector<Evicted> evict(const std::vector<RecencyKey>& rows, GhostReason reason);
+  void set_pressure_at(uint64_t bytes) { pressure_at_ = bytes; }
+  bool wait_pressure(double timeout_seconds);   // true: above pressure_at, or a put found no room
+  std::vector<GhostReason> ghosts(const Owner& owner, const uint8_t* keys, uint32_t count);
+  void poke() { poke_pressure(); }
+  void set_retentions(const std::array<uint32_t, CLASSES_MAX>& seconds);
+
+  // --- for operators, tests and benchmarks ---
+  bool wait_started(double timeout_seconds);    // the start scan is over
+  void flush();                                 // touches in the index, everything synced, every free place punched that can be
+  std::vector<std::string> check_integrity(bool deep);
+  uint64_t bulk_index(const Owner& owner, const uint8_t* keys, const uint64_t* write_ids, uint64_t count, const SyntheticShape& shape);
+  std::vector<std::pair<std::string, uint64_t>> stats();
+  std::string start_reason();
+  StartMode start_mode() const { return start_mode_; }
+  const StoreConfig& config() const { return config_; }
+  uint64_t used_bytes() const { return uint64_t(std::max<int64_t>(0, used_bytes_.load())); }
+
+ private:
+  struct PutOp {
+    EntryKey key;
+    RecencyKey recency;
+    std::vector<uint8_t> value;
+    std::shared_ptr<Segment> segment;
+    Status status = Status::INTERNAL;
+    bool done = false;
+  };
+  struct Removed {
+    EntryKey key;
+    EntryFixed fixed;
+    bool last_of_group;
+    GhostReason reason;
+  };
+  struct Freed {
+    uint32_t segment, offset_4k, blocks_4k;
+    uint64_t epoch;
+    uint64_t since_ms;
+  };
+  using Ranges = std::map<uint32_t, std::vector<std::pair<uint32_t, uint32_t>>>;   // segment -> (offset/4096, 4 KiB blocks)
+
+  // store.cpp
+  template <class Body> bool with_index(Body&& body);   // false: no index now. Never nested.
+  uint32_t now_seconds() const { return uint32_t(boottime_ms() / 1000) + 100; }
+  uint32_t clamp_bucket(uint32_t bucket);
+  uint32_t day_now() const;
+  bool longer(uint8_t a, uint8_t b) const { return retention_[a & 15] > retention_[b & 15]; }
+  uint64_t lookup_writing(Index::Reader& reader, const NameKey& name, EntryFixed& first);
+  Status room_for(uint64_t padded_bytes);
+  void poke_pressure();
+
+  // store_commit.cpp
+  void commit_put(PutOp& op);
+  void commit_batch(std::vector<PutOp*>& batch);
+  Status insert_entry(MDB_txn* txn, MDB_cursor* cursor, const PutOp& op, bool& first_of_group);
+  void remove_entry(MDB_txn* txn, const EntryKey& key, const Entry& entry, GhostReason reason, std::vector<Removed>& removed);
+  bool commit_removals(MDB_txn* txn, const std::vector<Removed>& removed);   // false: no space to delete; nothing happened
+  uint32_t remove_where(const EntryKey& from, size_t prefix_bytes, GhostReason reason);
+  void account(const EntryKey& key, const EntryFixed& fixed, int sign);
+  bool in_totals(const uint8_t* key) const;
+  void filter_insert(const uint8_t* key);
+  void filter_erase(const uint8_t* key);
+  void flush_touches();
+
+  // store_start.cpp
+  StartMode decide_start(DirState& state, std::string& reason);
+  void open_index(bool discard);
+  void run_start();
+  bool rebuild_segments();   // false: stopped, or the index failed
+  bool rebuild_one(const std::shared_ptr<Segment>& segment);
+  using Heads = std::vector<std::pair<uint32_t, std::vector<uint8_t>>>;   // (offset/4096, head)
+  bool recover_entries(const std::shared_ptr<Segment>& segment, const Heads& heads, Ranges& owned);   // false: the index failed
+  void clean_segment(const std::shared_ptr<Segment>& segment, std::vector<std::pair<uint32_t, uint32_t>> owned, bool seal);
+  bool scan_index(bool with_totals, Ranges* owned);   // false: stopped
+  void load_freed();
+  void fault(const std::exception& why);
+  std::string marker() const { return config_.dir + "/index.rebuild"; }
+
+  // store_maintain.cpp
+  void run_maintenance();
+  void run_sync();
+  void sync_data();
+  void advance_epoch();
+  void punch_some(uint32_t ranges_max, bool at_once);
+  void remove_empty_segments();
+  void replace_index();
+  bool pause(uint32_t ms);   // false: stopping
+
+  StoreConfig config_;
+  std::unique_ptr<DirLock> lock_;
+  DirState state_;
+  std::atomic<StartMode> start_mode_{StartMode::FRESH};
+  std::string start_reason_;
+  SegmentFiles segments_;
+  std::atomic<uint32_t> first_new_id_{1};       // segments below it are of an earlier run, or of an earlier index
+  std::unique_ptr<Index> index_;
+  std::shared_mutex gate_;
+  std::atomic<bool> index_bad_{false};
+  std::array<std::atomic<uint32_t>, CLASSES_MAX> retention_;
+  std::atomic<uint32_t> virtual_bucket_{0};
+
+  std::mutex queue_mutex_;
+  std::vector<PutOp*> queue_;
+  std::mutex commit_mutex_;
+  std::atomic<uint64_t> deletes_{0};            // committed so far: a promise looks again when it changed
+  std::map<QueueId, QueueTotals> totals_;       // guarded by commit_mutex_
+  int64_t entries_ = 0;                         // guarded by commit_mutex_
+  bool totals_ready_ = false;                   // guarded by commit_mutex_
+  std::vector<uint32_t> empty_segments_;        // guarded by commit_mutex_
+  bool scanning_ = false, scanning_totals_ = false;   // guarded by commit_mutex_; rows up to scan_at_ have been seen
+  GroupKey scan_at_{};
+  bool scan_begun_ = false;
+  std::unique_ptr<CuckooFilter> scan_filter_;
+
+  std::shared_mutex filter_mutex_;
+  std::unique_ptr<CuckooFilter> filter_;        // none: every key may be here
+
+  Pins pins_;
+  Touches touches_;
+  Tombstones tombstones_;
+  std::unique_ptr<Ghosts> ghosts_;
+  Counters counters_;
+
+  std::atomic<int64_t> used_bytes_{0};          // records of live entries, padded
+  std::atomic<int64_t> freeing_bytes_{0};       // deleted, not yet punched
+  std::atomic<int64_t> writing_bytes_{0};       // being written
+  std::atomic<int64_t> disk_free_{INT64_MAX};
+  std::atomic<double> map_share_{0};
+  std::atomic<uint64_t> pressure_at_{UINT64_MAX};
+  std::mutex pressure_mutex_;
+  std::condition_variable pressure_cv_;
+  bool pressed_ = false;
+
+  std::atomic<uint64_t> epoch_{2};
+  std::array<std::atomic<uint64_t>, 2> in_epoch_{};
+  std::mutex limbo_mutex_;
+  std::vector<Freed> limbo_;
+
+  std::mutex stop_mutex_;
+  std::condition_variable stop_cv_;
+  bool stopping_ = false, started_ = false, closed_ = false, filter_wanted_ = false;
+  std::atomic<uint64_t> start_ms_{0};
+  std::thread starter_, maintainer_, syncer_;
+};
+
+template <class Body>
+bool StoreImpl::with_index(Body&& body) {
+  if (index_bad_) return false;
+  std::shared_lock gate(gate_);
+  if (index_bad_) return false;
+  try {
+    body(*index_);
+    return true;
+  } catch (const IndexFault& why) {
+    fault(why);
+    return false;
+  }
+}
+
+}  // namespace kv

@@ -1,0 +1,499 @@
+// Opening, the start scan, rebuilding a lost index, closing.
+//
+// Opening is quick whatever is stored: verbs are served at once, and the start scan runs beside them. It walks the index in short steps
+// under the commit mutex; a change behind the walk counts in the totals and the filter being built, a change ahead of it does not yet.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <set>
+
+#include "store_impl.hpp"
+
+namespace kv {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr uint64_t CRASH_WINDOW_MS = 60000;
+constexpr double CLOSE_WAIT_SECONDS = 10;
+constexpr uint64_t INDEX_MAP_MIN = 1ull << 30;
+
+StoreConfig checked(StoreConfig c) {
+  if (c.dir.empty()) throw std::runtime_error("no data directory given");
+  if (c.bucket_seconds < 1) throw std::runtime_error("bucket_seconds must be at least 1");
+  if (c.segment_bytes < 64 * 1024 || c.segment_bytes > (256u << 20)) throw std::runtime_error("segment_bytes must be 64 KiB to 256 MiB");
+  std::error_code error;
+  fs::create_directories(c.dir, error);
+  if (error) throw std::runtime_error("cannot make data directory " + c.dir + ": " + error.message());
+  if (!c.index_map_bytes) {
+    uint64_t space = c.capacity_bytes;
+    if (!space) space = fs::space(c.dir, error).capacity;
+    c.index_map_bytes = std::max(INDEX_MAP_MIN, space / 50);
+  }
+  c.index_map_bytes = align_up(c.index_map_bytes, 1 << 20);
+  return c;
+}
+
+bool has_files(const std::string& dir) {
+  std::error_code error;
+  return fs::exists(dir, error) && !fs::is_empty(dir, error);
+}
+
+bool read_trailer(int fd, uint32_t segment, uint64_t& data_end) {
+  struct stat st{};
+  FooterTrailer t;
+  if (fstat(fd, &st) != 0 || st.st_size < RECORD_ALIGN || st.st_size % RECORD_ALIGN) return false;
+  if (!SegmentFiles::read_all(fd, reinterpret_cast<uint8_t*>(&t), sizeof t, uint64_t(st.st_size) - sizeof t)) return false;
+  data_end = t.footer_offset;
+  return t.magic == FOOTER_MAGIC && t.version == FOOTER_VERSION && t.segment == segment && t.footer_offset + t.footer_bytes == uint64_t(st.st_size);
+}
+
+}  // namespace
+
+StoreImpl::StoreImpl(const StoreConfig& config)
+    : config_(checked(config)), lock_(std::make_unique<DirLock>(config_.dir)), segments_(config_.dir + "/segments", config_.segment_bytes), pins_(config_.pins_max) {
+  for (uint32_t c = 0; c < CLASSES_MAX; c++) retention_[c] = config_.retention_seconds[c];
+  const uint64_t ghost_bytes_max = std::max<uint64_t>(1 << 20, config_.capacity_bytes ? config_.capacity_bytes / 2000 : 256ull << 20);
+  ghosts_ = std::make_unique<Ghosts>(config_.dir + "/ghosts", ghost_bytes_max);
+  start_mode_ = decide_start(state_, start_reason_);
+  bool discard = start_mode_ == StartMode::REBUILD || start_mode_ == StartMode::FRESH;
+  if (discard && start_mode_ == StartMode::REBUILD) {
+    const int fd = ::open(marker().c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+    if (fd < 0) throw std::runtime_error("cannot write " + marker() + ": " + strerror(errno));
+    ::close(fd);
+  }
+  write_state(config_.dir, state_);
+  try {
+    open_index(discard);
+  } catch (const IndexFault& why) {
+    if (discard) throw std::runtime_error(std::string("cannot make an index in ") + config_.dir + ": " + why.what());
+    start_mode_ = StartMode::REBUILD;
+    start_reason_ = why.what();
+    const int fd = ::open(marker().c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+    if (fd >= 0) ::close(fd);
+    try {
+      open_index(true);
+    } catch (const IndexFault& again) {
+      throw std::runtime_error(std::string("cannot make an index in ") + config_.dir + ": " + again.what());
+    }
+  }
+  first_new_id_ = segments_.next_id();
+  used_bytes_ = start_mode_ == StartMode::FRESH || start_mode_ == StartMode::REBUILD ? 0 : int64_t(segments_.disk_bytes());   // until the scan knows better
+  starter_ = std::thread([this] { run_start(); });
+  maintainer_ = std::thread([this] { run_maintenance(); });
+  syncer_ = std::thread([this] { run_sync(); });
+}
+
+StoreImpl::~StoreImpl() { close(false); }
+
+StartMode StoreImpl::decide_start(DirState& state, std::string& reason) {
+  DirState old;
+  const StateRead read = read_state(config_.dir, old);
+  const uint64_t now = boottime_ms();
+  state = old;
+  if (state.id.empty()) state.id = random_hex(16);
+  state.boot = machine_boot_id();
+  state.running = true;
+  state.strict = config_.strict_sync;
+  state.crashed_ms = 0;
+  std::error_code error;
+  if (read == StateRead::MISSING && !has_files(config_.dir + "/segments")) {
+    reason = "new directory";
+    return StartMode::FRESH;
+  }
+  if (read != StateRead::OK) return reason = "state file missing or damaged", StartMode::REBUILD;
+  if (fs::exists(marker(), error)) return reason = "an earlier rebuild did not finish, or the index was found damaged", StartMode::REBUILD;
+  if (!fs::exists(config_.dir + "/index/data.mdb", error)) return reason = "no index", StartMode::REBUILD;
+  if (!old.running) return reason = "clean stop", StartMode::CLEAN;
+  if (old.boot != state.boot) {
+    reason = "power loss";
+    return old.strict ? StartMode::KILLED : StartMode::REBUILD;
+  }
+  state.crashed_ms = now;
+  if (old.crashed_ms && now - old.crashed_ms <= CRASH_WINDOW_MS) return reason = "two crashes within a minute", StartMode::REBUILD;
+  reason = "unclean stop";
+  return StartMode::KILLED;
+}
+
+void StoreImpl::open_index(bool discard) {
+  const std::string dir = config_.dir + "/index";
+  if (discard) {
+    std::error_code error;
+    fs::remove_all(dir, error);
+  }
+  index_ = std::make_unique<Index>(dir, config_.index_map_bytes);
+  if (discard) {   // nothing in it: nothing to scan
+    std::lock_guard lock(filter_mutex_);
+    filter_ = std::make_unique<CuckooFilter>(1 << 16);
+    totals_ready_ = true;
+  }
+}
+
+// The index can no longer be trusted. The maintenance thread replaces it; until then every verb answers "not now".
+void StoreImpl::fault(const std::exception&) {
+  counters_.index_faults++;
+  const int fd = ::open(marker().c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+  if (fd >= 0) ::close(fd);
+  index_bad_ = true;
+  stop_cv_.notify_all();
+}
+
+void StoreImpl::run_start() {
+  timespec begin{}, end{};
+  clock_gettime(CLOCK_MONOTONIC, &begin);
+  bool whole = true;
+  if (start_mode_ == StartMode::REBUILD) {
+    whole = rebuild_segments();
+  } else {
+    Ranges owned;   // of segments without a footer: an unclean stop may have left bytes there that nobody owns
+    std::vector<std::shared_ptr<Segment>> open;
+    for (const auto& segment : segments_.all()) {
+      if (segment->id >= first_new_id_) continue;
+      uint64_t data_end = 0;
+      if (segment->hold() < 0) continue;
+      if (read_trailer(segment->fd(), segment->id, data_end)) {
+        segment->append_at = data_end;
+        segment->sealed = true;
+      } else {
+        owned[segment->id];
+        open.push_back(segment);
+      }
+      segment->unhold();
+    }
+    load_freed();
+    whole = scan_index(true, &owned);
+    if (whole)
+      for (const auto& segment : open) clean_segment(segment, std::move(owned[segment->id]), true);
+  }
+  if (whole) {
+    std::lock_guard commit(commit_mutex_);
+    for (const auto& segment : segments_.all())
+      if (segment->live_records == 0 && segment->sealed) empty_segments_.push_back(segment->id);
+  }
+  clock_gettime(CLOCK_MONOTONIC, &end);
+  start_ms_ = uint64_t((end.tv_sec - begin.tv_sec) * 1000 + (end.tv_nsec - begin.tv_nsec) / 1000000);
+  std::lock_guard lock(stop_mutex_);
+  started_ = whole;
+  stop_cv_.notify_all();
+}
+
+// Places that were deleted before the stop and not punched yet.
+void StoreImpl::load_freed() {
+  with_index([&](Index& index) {
+    std::lock_guard commit(commit_mutex_);
+    Index::Reader reader(index);
+    MDB_cursor* cursor = nullptr;
+    if (int rc = mdb_cursor_open(reader.txn, index.freed, &cursor)) throw IndexFault("freed", rc);
+    MDB_val key, value;
+    std::vector<std::pair<uint32_t, uint32_t>> stale;
+    std::lock_guard lock(limbo_mutex_);
+    std::set<std::pair<uint32_t, uint32_t>> known;   // deleted since this process started
+    for (const Freed& f : limbo_) known.emplace(f.segment, f.offset_4k);
+    for (int rc = mdb_cursor_get(cursor, &key, &value, MDB_FIRST); rc == 0; rc = mdb_cursor_get(cursor, &key, &value, MDB_NEXT)) {
+      if (key.mv_size != 8 || value.mv_size != 4) continue;
+      const auto* place = static_cast<const uint8_t*>(key.mv_data);
+      uint32_t blocks;
+      std::memcpy(&blocks, value.mv_data, 4);
+      const Freed row{load_be32(place), load_be32(place + 4), blocks, 0, 0};
+      if (known.contains({row.segment, row.offset_4k})) continue;
+      if (row.segment >= first_new_id_ || !segments_.find(row.segment)) {   // its file is gone; the number may be in use again
+        stale.emplace_back(row.segment, row.offset_4k);
+        continue;
+      }
+      limbo_.push_back(row);
+      freeing_bytes_ += int64_t(blocks) * RECORD_ALIGN;
+    }
+    mdb_cursor_close(cursor);
+    if (stale.empty()) return;
+    MDB_txn* txn = index.begin_write();
+    for (const auto& [segment, offset_4k] : stale) {
+      uint8_t place[8];
+      store_be32(place, segment);
+      store_be32(place + 4, offset_4k);
+      MDB_val row = val(place, sizeof place);
+      mdb_del(txn, index.freed, &row, nullptr);
+    }
+    if (int rc = mdb_txn_commit(txn); rc && !out_of_space(rc)) throw IndexFault("freed", rc);
+  });
+}
+
+// Walks all entries in key order; builds a new filter, and on request the totals. `owned`: collects the places in those segments.
+bool StoreImpl::scan_index(bool with_totals, Ranges* owned) {
+  constexpr uint32_t STEP_ROWS = 4096;
+  {
+    std::lock_guard commit(commit_mutex_);
+    scan_filter_ = std::make_unique<CuckooFilter>(index_->entries() * 3 / 2 + (1 << 16));
+    scanning_ = true;
+    scanning_totals_ = with_totals;
+    scan_begun_ = false;
+  }
+  bool done = false, stopped = false;
+  while (!done && !stopped) {
+    const bool looked = with_index([&](Index& index) {
+      std::lock_guard commit(commit_mutex_);
+      Index::Reader reader(index);
+      EntryKey from{};
+      if (scan_begun_) {
+        std::memset(from.data(), 0xff, from.size());   // past every entry of the last group seen
+        std::memcpy(from.data(), scan_at_.data(), GROUP_BYTES);
+      }
+      MDB_val key = val(from), value;
+      uint32_t rows = 0;
+      int rc = mdb_cursor_get(reader.extents, &key, &value, MDB_SET_RANGE);
+      for (; rc == 0; rc = mdb_cursor_get(reader.extents, &key, &value, MDB_NEXT), rows++) {
+        Entry entry;
+        if (!decode_entry(key, value, entry)) throw IndexFault("value", MDB_CORRUPTED);
+        const auto* bytes = static_cast<const uint8_t*>(key.mv_data);
+        const bool new_group = !scan_begun_ || std::memcmp(bytes, scan_at_.data(), GROUP_BYTES) != 0;
+        if (new_group && rows >= STEP_ROWS) return;
+        std::memcpy(scan_at_.data(), bytes, GROUP_BYTES);
+        scan_begun_ = true;
+        if (new_group) scan_filter_->insert(CuckooFilter::hash(bytes));
+        if (!with_totals) continue;
+        const EntryFixed& f = entry.fixed;
+        entries_++;
+        if (config_.virtual_clock) clamp_bucket(f.bucket);
+        QueueId queue{f.retention_class, {}};
+        std::memcpy(queue.owner.data(), bytes, OWNER_BYTES);
+        QueueTotals& totals = totals_[queue];
+        totals.rows++;
+        totals.bytes += int64_t(entry.padded_bytes());
+        if (f.segment == SEGMENT_SYNTHETIC) continue;
+        if (const auto segment = segments_.find(f.segment)) {
+          segment->live_records++;
+          segment->live_bytes += int64_t(entry.padded_bytes());
+        }
+        if (owned)
+          if (const auto it = owned->find(f.segment); it != owned->end()) it->second.emplace_back(f.offset_4k, entry.padded_4k());
+      }
+      if (rc != MDB_NOTFOUND) throw IndexFault("scan", rc);
+      done = true;
+      if (with_totals) {
+        totals_ready_ = true;
+        int64_t bytes = 0;
+        for (const auto& [id, totals] : totals_) bytes += totals.bytes;
+        used_bytes_ = bytes;
+      }
+      scanning_ = false;
+      std::lock_guard lock(filter_mutex_);
+      filter_ = std::move(scan_filter_);
+    });
+    std::unique_lock lock(stop_mutex_);
+    stopped = stopping_ || !looked;
+    if (!done && !stopped) stop_cv_.wait_for(lock, std::chrono::microseconds(100));   // let writers in
+  }
+  if (!done) {
+    std::lock_guard commit(commit_mutex_);
+    scanning_ = false;
+    scan_filter_.reset();
+  }
+  return done;
+}
+
+// Frees every byte of a segment that no entry owns; then writes its footer.
+void StoreImpl::clean_segment(const std::shared_ptr<Segment>& segment, std::vector<std::pair<uint32_t, uint32_t>> owned, bool seal) {
+  if (segment->hold() < 0) return;
+  segment->offsets_4k.clear();
+  for (const auto& [offset_4k, blocks] : owned) segment->offsets_4k.push_back(offset_4k);
+  {
+    // Deleted just now, perhaps still being read: these have their own way out.
+    std::lock_guard lock(limbo_mutex_);
+    for (const Freed& f : limbo_)
+      if (f.segment == segment->id) owned.emplace_back(f.offset_4k, f.blocks_4k);
+  }
+  std::sort(owned.begin(), owned.end());
+  struct stat st{};
+  fstat(segment->fd(), &st);
+  const uint64_t size = align_up(uint64_t(st.st_size), RECORD_ALIGN);
+  uint64_t end = 0;
+  const auto free_gap = [&](uint64_t from, uint64_t to) {
+    SegmentFiles::data_runs(segment->fd(), from, to, [&](uint64_t a, uint64_t b) {
+      if (SegmentFiles::punch(segment->fd(), a, b - a) == 0) counters_.orphan_bytes += b - a;
+      else counters_.punch_errors++;
+    });
+  };
+  for (const auto& [offset_4k, blocks] : owned) {
+    const uint64_t at = uint64_t(offset_4k) * RECORD_ALIGN;
+    if (at > end) free_gap(end, at);
+    end = std::max(end, at + uint64_t(blocks) * RECORD_ALIGN);
+  }
+  if (seal) {
+    if (size > end && ftruncate(segment->fd(), off_t(end)) == 0) counters_.orphan_bytes += size - end;
+    segment->append_at = end;
+    segment->end_known = true;
+    if (segments_.seal(*segment) != Status::OK) counters_.io_errors++;
+  } else if (segment->append_at > end) {
+    free_gap(end, segment->append_at);
+  }
+  segment->unhold();
+}
+
+// --- rebuilding ---
+
+bool StoreImpl::rebuild_segments() {
+  for (const auto& segment : segments_.all()) {
+    if (segment->id >= first_new_id_) continue;
+    do {   // a put that began under the index before this one ends first
+      std::unique_lock lock(stop_mutex_);
+      if (stopping_ || index_bad_) return false;
+      if (!segments_.has_writers(*segment)) break;
+      stop_cv_.wait_for(lock, std::chrono::milliseconds(1));
+    } while (true);
+    if (!rebuild_one(segment)) return false;
+  }
+  if (!with_index([&](Index& index) { index.sync(); })) return false;
+  unlink(marker().c_str());
+  return true;
+}
+
+bool StoreImpl::rebuild_one(const std::shared_ptr<Segment>& segment) {
+  if (segment->hold() < 0) return true;   // unreadable: its records are misses
+  Ranges owned;
+  bool sound = true;
+  FooterView footer;
+  const int fd = segment->fd();
+  std::vector<uint8_t> page(RECORD_ALIGN);
+  if (read_footer(fd, segment->id, footer)) {
+    segment->append_at = footer.data_end;
+    Heads heads;
+    for (auto& [offset_4k, head] : footer.entries) {
+      const uint64_t offset = uint64_t(offset_4k) * RECORD_ALIGN, bytes = RecordView{head.data()}.head().record_bytes;
+      // Punched since the footer was written? Where the file system cannot say, the first page can.
+      bool there;
+      if (segments_.holes_visible()) {
+        const off_t hole = lseek(fd, off_t(offset), SEEK_HOLE);
+        there = hole >= 0 && uint64_t(hole) >= offset + bytes;
+      } else {
+        there = SegmentFiles::read_all(fd, page.data(), head.size(), offset) && std::memcmp(page.data(), head.data(), head.size()) == 0;
+      }
+      if (there) heads.emplace_back(offset_4k, std::move(head));
+    }
+    sound = recover_entries(segment, heads, owned);
+    segment->sealed = true;
+    if (sound) clean_segment(segment, std::move(owned[segment->id]), false);
+  } else {
+    // No footer: look at every 4 KiB step, and believe only records whose every sum is right.
+    struct stat st{};
+    fstat(fd, &st);
+    const uint64_t size = uint64_t(st.st_size);
+    std::vector<uint64_t> words;
+    uint64_t next = 0;
+    SegmentFiles::data_runs(fd, 0, size, [&](uint64_t from, uint64_t to) {
+      for (uint64_t at = std::max(next, from / RECORD_ALIGN * RECORD_ALIGN); at < to && at + RECORD_ALIGN <= size;) {
+        next = at + RECORD_ALIGN;
+        if (SegmentFiles::read_all(fd, page.data(), page.size(), at) && check_head(page.data(), page.size()) == Status::OK) {
+          const RecordHead& h = RecordView{page.data()}.head();
+          if (at + h.record_bytes <= size) {
+            words.resize(h.record_bytes / 8 + 1);
+            auto* bytes = reinterpret_cast<uint8_t*>(words.data());
+            if (SegmentFiles::read_all(fd, bytes, h.record_bytes, at) && check_record(bytes, h.record_bytes) == Status::OK) {
+              sound = sound && recover_entries(segment, {{uint32_t(at / RECORD_ALIGN), {page.begin(), page.begin() + h.head_bytes}}}, owned);
+              next = at + align_up(h.record_bytes, RECORD_ALIGN);
+            } else {
+              counters_.recovery_dropped++;
+            }
+          }
+        }
+        at = next;
+      }
+    });
+    if (sound) clean_segment(segment, std::move(owned[segment->id]), true);
+  }
+  segment->unhold();
+  return sound;
+}
+
+bool StoreImpl::recover_entries(const std::shared_ptr<Segment>& segment, const Heads& heads, Ranges& owned) {
+  constexpr size_t BATCH = 256;
+  for (size_t at = 0; at < heads.size(); at += BATCH) {
+    std::vector<PutOp> ops;
+    std::vector<size_t> from;
+    for (size_t i = at; i < std::min(heads.size(), at + BATCH); i++) {
+      const RecordView view{heads[i].second.data()};
+      const RecordHead& h = view.head();
+      Owner owner;
+      std::memcpy(owner.data(), h.owner, OWNER_BYTES);
+      PutOp op;
+      op.key = entry_key(owner, h.extent_key, h.write_id, h.shard);
+      if (config_.virtual_clock) clamp_bucket(h.bucket);
+      // What has a bucket of the future stays as if just used, no longer.
+      const uint32_t bucket = config_.virtual_clock ? h.bucket : std::min(h.bucket, bucket_now() + 1);
+      op.recency = recency_key(op.key.data(), h.retention_class, bucket, h.start_block);
+      op.value = encode_entry(op.key, view, segment->id, uint64_t(heads[i].first) * RECORD_ALIGN, bucket);
+      op.segment = segment;
+      ops.push_back(std::move(op));
+      from.push_back(i);
+    }
+    std::vector<PutOp*> batch;
+    for (PutOp& op : ops) batch.push_back(&op);
+    const bool looked = with_index([&](Index& index) {
+      std::lock_guard commit(commit_mutex_);
+      commit_batch(batch);
+      Index::Reader reader(index);
+      for (PutOp& op : ops) {
+        if (op.status != Status::EXISTS) continue;
+        MDB_val key = val(op.key), value;   // this very place, if the put that wrote it ended after the index was replaced
+        Entry here, there;
+        if (mdb_get(reader.txn, index.extents, &key, &value) != 0 || !decode_entry(key, value, here)) continue;
+        if (decode_entry(val(op.key), val(op.value), there) && here.fixed.segment == there.fixed.segment && here.fixed.offset_4k == there.fixed.offset_4k)
+          op.status = Status::OK;
+      }
+    });
+    if (!looked) return false;
+    for (size_t i = 0; i < ops.size(); i++) {
+      if (ops[i].status != Status::OK) {
+        counters_.recovery_dropped++;   // another record of the same shard came first, or there is no room
+        continue;
+      }
+      counters_.recovered++;
+      const uint64_t bytes = RecordView{heads[from[i]].second.data()}.head().record_bytes;
+      owned[segment->id].emplace_back(heads[from[i]].first, uint32_t(align_up(bytes, RECORD_ALIGN) / RECORD_ALIGN));
+    }
+  }
+  return true;
+}
+
+bool StoreImpl::wait_started(double timeout_seconds) {
+  std::unique_lock lock(stop_mutex_);
+  stop_cv_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), [this] { return started_ || stopping_; });
+  return started_;
+}
+
+void StoreImpl::close(bool clean) {
+  if (clean) wait_started(CLOSE_WAIT_SECONDS);
+  {
+    std::lock_guard lock(stop_mutex_);
+    if (closed_) return;
+    closed_ = stopping_ = true;
+  }
+  stop_cv_.notify_all();
+  poke_pressure();
+  for (std::thread* t : {&maintainer_, &syncer_, &starter_})   // the maintainer may begin a new starter
+    if (t->joinable()) t->join();
+  if (!clean || index_bad_) {
+    lock_.reset();
+    return;
+  }
+  flush_touches();
+  segments_.close_active();
+  bool sound = started_;
+  if (started_)
+    for (const auto& segment : segments_.to_seal()) sound = segments_.seal(*segment) == Status::OK && sound;
+  sync_data();
+  with_index([&](Index& index) { index.sync(); });
+  // A start scan that was cut short left tails unsealed: the next start must look at them as after a kill.
+  if (sound) {
+    state_.running = false;
+    state_.crashed_ms = 0;
+    write_state(config_.dir, state_);
+  }
+  lock_.reset();
+}
+
+}  // namespace kv
