@@ -114,7 +114,9 @@ class Settings:
 
 
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
-    """Reads the file and the environment below `flags` (None: not given; "config": another file). Raises ConfigError with the place."""
+    """Reads the file and the environment below `flags` (None: not given; "config": another file). Raises ConfigError with the place.
+
+    A command with flags of these names but another meaning leaves them out of `flags`."""
     environ = os.environ if environ is None else environ
     path = _file_of(flags.get("config"), environ)
     values = {name: Value(default, "default") for name, (_, default) in _SETTINGS.items()}

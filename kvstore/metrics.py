@@ -78,7 +78,12 @@ NODE: Final = (
         "kvstore_node_discover_keys_total", "counter", "Block keys asked about, by how the answer was found.", {"by": ("filter", "index")}
     ),
     Metric("kvstore_disk_capacity_bytes", "gauge", "Bytes this node may fill."),
-    Metric("kvstore_disk_used_bytes", "gauge", "Bytes on disk.", {"kind": ("shards", "zombie", "index")}),
+    Metric(
+        "kvstore_disk_used_bytes",
+        "gauge",
+        "Bytes on disk; freeing: no longer in the index, not yet given back.",
+        {"kind": ("shards", "freeing", "index")},
+    ),
     Metric("kvstore_disk_written_bytes_total", "counter", "Bytes of records written."),
     Metric("kvstore_disk_punched_bytes_total", "counter", "Bytes given back to the file system."),
     Metric(
@@ -88,7 +93,12 @@ NODE: Final = (
         {"source": ("direct", "cache", "buffered")},
     ),
     Metric("kvstore_disk_errors_total", "counter", "Faults of disk or index.", {"kind": ("io", "checksum", "index")}),
-    Metric("kvstore_index_starts_total", "counter", "How the index came up at the start of this process.", {"mode": ("loaded", "rebuilt")}),
+    Metric(
+        "kvstore_index_starts_total",
+        "counter",
+        "How the index came up at the start of this process.",
+        {"mode": ("fresh", "clean", "killed", "rebuild")},
+    ),
     Metric("kvstore_evicted_extents_total", "counter", "Shards evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
     Metric("kvstore_evicted_bytes_total", "counter", "Bytes evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
     Metric("kvstore_eviction_age_seconds", "histogram", "Seconds from the last use of what was evicted.", _CLASS, AGE_BOUNDS_SECONDS),
@@ -270,7 +280,6 @@ class NodeFacts:
     epoch: int = 0
     ready: bool = False
     started_unix_seconds: float = 0.0
-    index_rebuilt: bool = False
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -289,7 +298,6 @@ def node_registry(
         values.set("kvstore_epoch", facts.epoch)
         values.set("kvstore_node_ready", facts.ready)
         values.set("kvstore_node_start_timestamp_seconds", facts.started_unix_seconds)
-        values.set("kvstore_index_starts_total", 1, "rebuilt" if facts.index_rebuilt else "loaded")
         for name, seconds in facts.retention_seconds.items():
             if name in CLASSES:
                 values.set("kvstore_retention_contract_seconds", seconds, name)
@@ -327,15 +335,16 @@ def read_server(stats: Mapping[str, Any], values: Values) -> None:
 
 def read_store(stats: Mapping[str, Any], values: Values) -> None:
     """Store.stats() -> the node table."""
-    values.set("kvstore_node_extents", stats["extents"])
+    values.set("kvstore_node_extents", stats["entries"])
     values.set("kvstore_node_pinned_extents", stats["pins"])
-    values.set("kvstore_node_discover_keys_total", stats["discover_filtered"], "filter")
-    values.set("kvstore_node_discover_keys_total", stats["discover_keys"] - stats["discover_filtered"], "index")
+    values.set("kvstore_node_discover_keys_total", stats["discover_filtered_total"], "filter")
+    values.set("kvstore_node_discover_keys_total", stats["discover_keys_total"] - stats["discover_filtered_total"], "index")
     values.set("kvstore_disk_used_bytes", stats["used_bytes"], "shards")
-    values.set("kvstore_disk_used_bytes", stats["zombie_bytes"], "zombie")
-    values.set("kvstore_disk_used_bytes", stats["index_bytes"], "index")
-    values.set("kvstore_disk_written_bytes_total", stats["put_bytes"])
-    values.set("kvstore_disk_punched_bytes_total", stats["punched_bytes"])
-    values.set("kvstore_disk_errors_total", stats["io_errors"], "io")
-    values.set("kvstore_disk_errors_total", stats["corrupt_reported"] + stats["corrupt_found"], "checksum")
-    values.set("kvstore_disk_errors_total", stats["index_faults"], "index")
+    values.set("kvstore_disk_used_bytes", stats["freeing_bytes"], "freeing")
+    values.set("kvstore_disk_used_bytes", stats.get("index_bytes", 0), "index")  # absent while the index is replaced
+    values.set("kvstore_disk_written_bytes_total", stats["put_bytes_total"])
+    values.set("kvstore_disk_punched_bytes_total", stats["punched_bytes_total"])
+    values.set("kvstore_disk_errors_total", stats["io_errors_total"], "io")
+    values.set("kvstore_disk_errors_total", stats["corrupt_reported_total"] + stats["corrupt_found_total"], "checksum")
+    values.set("kvstore_disk_errors_total", stats["index_faults_total"], "index")
+    values.set("kvstore_index_starts_total", 1, stats["start_mode"])

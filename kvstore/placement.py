@@ -13,6 +13,7 @@ Only IEEE +, -, *, / on float64 are used (the logarithm too), so every machine c
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -86,6 +87,7 @@ class Losses:
     shards_per_host_max: int
     shards_per_node_max: int
     m: int
+    readable: bool = True  # False: more is lost already than the code survives, so some extents cannot be read
 
     @property
     def full(self) -> bool:
@@ -96,6 +98,8 @@ class Losses:
         def phrase(count: int, noun: str) -> str:
             return f"NO {noun}" if count == 0 else f"any {count} {noun}{'s' if count > 1 else ''}"
 
+        if not self.readable:
+            return "some extents cannot be read: more shards are lost than the code survives"
         if self.full:
             return f"reads survive {phrase(self.hosts, 'host')} lost"
         return (
@@ -166,21 +170,27 @@ class Placement:
         fair = self.pg_count * self.shards_count / float(self._disk_weights.sum())
         return {int(o): float(counts[o] / (fair * w)) for o, w in zip(self._ordinals, self._disk_weights, strict=True)}
 
-    def losses_survived(self) -> Losses:
-        """How many hosts and nodes may fail, whichever they are, before some extent cannot be read."""
-        if len(self._disks) >= self.shards_count:
+    def losses_survived(self, lost: Collection[int] = ()) -> Losses:
+        """How many hosts and nodes more may fail, whichever they are, before some extent cannot be read; `lost` nodes (ordinals) are gone
+        already."""
+        if len(self._disks) >= self.shards_count and not lost:
             return Losses(self.m, self.m, 1, 1, self.m)
+        table = self.table()
+        gone = np.isin(table, np.fromiter(lost, np.int32, len(lost)))
+        spare = self.m - gone.sum(axis=1)
+        if len(self._disks) >= self.shards_count:  # one shard a host: every host lost costs at most one
+            left = int(spare.min())
+            return Losses(max(left, 0), max(left, 0), 1, 1, self.m, readable=left >= 0)
         host_of = {int(o): h for h, disks in enumerate(self._disks) for o in (node.ordinal for node in disks)}
-        rows = {tuple(row) for row in self.table().tolist()}
-        by_host = [sorted(Counter(host_of[o] for o in row).values(), reverse=True) for row in rows]
-        by_node = [sorted(Counter(row).values(), reverse=True) for row in rows]
-        return Losses(
-            hosts=min(_losable(counts, self.m) for counts in by_host),
-            nodes=min(_losable(counts, self.m) for counts in by_node),
-            shards_per_host_max=max(counts[0] for counts in by_host),
-            shards_per_node_max=max(counts[0] for counts in by_node),
-            m=self.m,
-        )
+        hosts, nodes, per_host_max, per_node_max = self.m, self.m, 1, 1
+        for row, spent in {(tuple(row), int(left)) for row, left in zip(table.tolist(), spare, strict=True)}:
+            held = [o for o in row if o not in lost]
+            by_host, by_node = Counter(host_of[o] for o in held), Counter(held)
+            hosts = min(hosts, _losable(sorted(by_host.values(), reverse=True), spent))
+            nodes = min(nodes, _losable(sorted(by_node.values(), reverse=True), spent))
+            per_host_max = max(per_host_max, *by_host.values(), 1)
+            per_node_max = max(per_node_max, *by_node.values(), 1)
+        return Losses(hosts, nodes, per_host_max, per_node_max, self.m, readable=int(spare.min()) >= 0)
 
     def _place(self, groups: _U64) -> NDArray[np.int32]:
         host_scores = scores(groups, self._host_seeds, self._host_weights)
@@ -230,11 +240,11 @@ def _lowest(score: _F64, count: int) -> NDArray[np.int64]:
     return np.argsort(score, axis=1, kind="stable")[:, :count]
 
 
-def _losable(counts: list[int], m: int) -> int:
-    """How many of the fullest may go before more than m shards are lost."""
+def _losable(counts: list[int], spare: int) -> int:
+    """How many of the fullest may go before more than `spare` shards are lost."""
     lost = 0
     for done, count in enumerate(counts):
         lost += count
-        if lost > m:
+        if lost > spare:
             return done
     return len(counts)

@@ -116,6 +116,16 @@ def test_losses_survived_is_what_an_exhaustive_search_finds(shape: tuple[int, in
     assert ("NO host" in str(losses)) == (hosts == 0)
 
 
+def test_losses_survived_counts_what_is_lost_already() -> None:
+    twelve, thirty, three = Placement(cluster(12)), Placement(cluster(30)), Placement(cluster(3, 4))
+    assert [twelve.losses_survived(range(n)).nodes for n in range(4)] == [2, 1, 0, 0]
+    assert [twelve.losses_survived(range(n)).readable for n in range(4)] == [True, True, True, False]
+    assert thirty.losses_survived([3, 4]).nodes == 0, "some group has both"
+    assert not thirty.losses_survived([3, 4, 5]).readable
+    assert three.losses_survived([0]).nodes == 1 and three.losses_survived([0, 1]).readable
+    assert not three.losses_survived([0, 5, 9]).readable and "cannot be read" in str(three.losses_survived([0, 5, 9]))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=16), st.integers(1, 12), st.integers(0, 4))
 def test_any_shape_is_as_even_as_it_can_be(disks: list[int], k: int, m: int) -> None:

@@ -26,8 +26,8 @@ class ErrorCode:
 
 HEALTH: Final = {
     "HOSTS_BELOW_STRIPE": HealthCode(
-        "ERR",
-        "fewer hosts are up than an extent has shards: new extents cannot be written whole, and those written now are short of shards",
+        "WARN",
+        "fewer hosts are up than an extent has shards: what is written now is short of shards (ERR below k: nothing can be written)",
         "hosts of the newest epoch with at least one answering node, against k+m; with fewer hosts in the map than k+m: nodes",
         ("hosts or daemons are down", "the map was planned with too few hosts"),
         "bring a host back; until then reads go on as long as 10 of 12 shards answer",
@@ -116,8 +116,12 @@ ERRORS: Final = {
     "E142": ErrorCode("an input file cannot be used", ("wrong file", "not readable"), "the message says what is expected"),
     "E143": ErrorCode("not enough disk space or memory to start", ("a full disk",), "free some, or ask for less: --capacity"),
     "E144": ErrorCode("a stored file is not known here", ("it was put by another user or host",), "kvstore get --list, or give its handle"),
+    "E121": ErrorCode("a daemon's setting is out of range, or two ports are the same", (), "the message names the range"),
+    "E122": ErrorCode("a data directory cannot be used", ("it is not there", "no directory", "no permission"), "make it, or name another"),
+    "E123": ErrorCode("a disk is full", (), "free space on it, or name another disk with --data"),
     "E201": ErrorCode("a daemon did not start", ("see its log",), "read the log that the message names"),
     "E202": ErrorCode("no node of the cluster answers", ("the cluster is stopped", "wrong map", "network"), "kvstore up, or correct --map"),
+    "E302": ErrorCode("a node cannot be spared now", ("others are down",), "bring the others back first"),
     "E301": ErrorCode("refused for safety", ("it would overwrite or erase something",), "add the flag that the message names"),
     "E701": ErrorCode("interrupted", ("Ctrl-C",), "start it again"),
     "E999": ErrorCode("a bug in kvstore", (), "report it with the crash file"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import errno
 import importlib
 import importlib.util
 import os
@@ -106,6 +107,10 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:
             if debug:
                 traceback.print_exc()
+            if isinstance(error, OSError) and error.errno in _SURROUNDINGS:
+                told = _told(error)
+                out.finish(told.exit_code, told)
+                return told.exit_code
             return _crashed(error, argv, out)
     except BrokenPipeError:
         # The reader of our output has seen enough (`kvstore stats | head`); the interpreter's last flush must not complain either.
@@ -126,7 +131,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.command is None:
         parser.print_help()
         raise SystemExit(0)
-    args.settings = load_settings(vars(args))
+    # A command names the settings that are flags of its own; another's `--capacity 25%` is none of our business.
+    own = ("map", "timeout", "color", "config", *getattr(args, "settings_flags", ()))
+    args.settings = load_settings({name: getattr(args, name, None) for name in own})
     args.out = Output(args.command, args.json, args.quiet, args.verbose, args.settings["color"])
     return args
 
@@ -136,6 +143,27 @@ def _modules(argv: Sequence[str]) -> list[tuple[str, ModuleType]]:
     there = [name for name in COMMANDS if importlib.util.find_spec(f"kvstore.cli.{name}")]
     named = next((word for word in argv if word in there), None)
     return [(name, importlib.import_module(f"kvstore.cli.{name}")) for name in ([named] if named else there)]
+
+
+# What the machine answers and a person can mend; any other OSError that gets this far is our bug.
+_SURROUNDINGS: Final = {
+    errno.ENOSPC: ("E143", "free some space, or name another place"),
+    errno.EDQUOT: ("E143", "free some space, or name another place"),
+    errno.ENOMEM: ("E143", "free some memory"),
+    errno.EMFILE: ("E143", "raise the limit of open files: ulimit -n 65536"),
+    errno.EACCES: ("E100", "name a place where you have the right to"),
+    errno.EPERM: ("E100", "name a place where you have the right to"),
+    errno.EROFS: ("E100", "name a place that can be written to"),
+    errno.ENOENT: ("E100", "check the path"),
+    errno.ENOTDIR: ("E100", "check the path"),
+    errno.EISDIR: ("E100", "name a file"),
+    errno.EIO: ("E100", "look at the disk: dmesg"),
+}
+
+
+def _told(error: OSError) -> UsageError:
+    code, fix = _SURROUNDINGS[error.errno or 0]
+    return UsageError(code, str(error.filename or "the system"), (error.strerror or str(error)).lower(), fix)
 
 
 def _crashed(error: BaseException, argv: Sequence[str], out: Output) -> int:
