@@ -1,0 +1,349 @@
+// io_uring with O_DIRECT into huge pages.
+#include "io_direct.hpp"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <system_error>
+
+namespace kv {
+
+// --- cache ---
+
+std::shared_ptr<const Span> SpanCache::find(uint64_t segment, uint64_t from, uint64_t to) {
+  std::lock_guard lock(mutex_);
+  auto at = places_.upper_bound({segment, from});
+  if (at == places_.begin()) return nullptr;
+  --at;
+  const auto& span = *at->second;
+  if (span->segment != segment || span->from > from || span->to < to) return nullptr;
+  order_.splice(order_.end(), order_, at->second);
+  return span;
+}
+
+void SpanCache::offer(std::shared_ptr<const Span> span) {
+  const uint64_t bytes = span->buffer.bytes();
+  if (bytes > bytes_max_ / 4) return;
+  const Place place{span->segment, span->from};
+  const uint64_t mark = XXH3_64bits(&place, sizeof place) | 1;
+  std::lock_guard lock(mutex_);
+  uint64_t& seen = seen_[mark % seen_.size()];
+  if (seen != mark) {
+    seen = mark;
+    return;
+  }
+  if (auto old = places_.find(place); old != places_.end()) {
+    if ((*old->second)->to >= span->to) return;
+    drop(old->second);
+  }
+  while (bytes_ + bytes > bytes_max_) drop(order_.begin());
+  bytes_ += bytes;
+  places_[place] = order_.insert(order_.end(), std::move(span));
+}
+
+bool SpanCache::drop_oldest() {
+  std::lock_guard lock(mutex_);
+  if (order_.empty()) return false;
+  drop(order_.begin());
+  return true;
+}
+
+void SpanCache::drop(std::list<std::shared_ptr<const Span>>::iterator it) {
+  bytes_ -= (*it)->buffer.bytes();
+  places_.erase({(*it)->segment, (*it)->from});
+  order_.erase(it);
+}
+
+// --- disk ---
+
+DirectService::DirectService(ServerShared& s)
+    : shared(s), arena(s.config.read_arena_bytes + s.config.read_cache_bytes), cache(s.config.read_cache_bytes) {
+  const int error = io_uring_queue_init(s.config.read_depth + 1, &ring_, 0);
+  if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_setup");
+  wake_ = eventfd(0, EFD_CLOEXEC);
+  if (wake_ < 0) {
+    const int e = errno;
+    io_uring_queue_exit(&ring_);
+    throw std::system_error(e, std::generic_category(), "eventfd");
+  }
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  thread_ = std::thread([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  pthread_setname_np(thread_.native_handle(), "kv-direct");
+}
+
+void DirectService::stop() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  const uint64_t one = 1;
+  if (write(wake_, &one, sizeof one) < 0) std::terminate();   // an eventfd far from full: cannot be
+  thread_.join();
+  io_uring_queue_exit(&ring_);
+  ::close(wake_);
+}
+
+Arena::Buffer DirectService::take(uint64_t bytes) {
+  Arena::Buffer buffer = arena.take(bytes);
+  while (!buffer && cache.drop_oldest()) buffer = arena.take(bytes);
+  return buffer;
+}
+
+void DirectService::submit(std::shared_ptr<DiskRead> read) {
+  bool first;
+  {
+    std::lock_guard lock(mutex_);
+    first = queue_.empty();
+    queue_.push_back(std::move(read));
+  }
+  const uint64_t one = 1;
+  if (first && write(wake_, &one, sizeof one) < 0) std::terminate();
+}
+
+void DirectService::begin(const std::shared_ptr<DiskRead>& read) {
+  Span& s = *read->span;
+  io_uring_sqe* sqe = io_uring_get_sqe(&ring_);   // the ring has depth + 1 of them: never null
+  io_uring_prep_read(sqe, read->fd, s.buffer.data() + read->got, unsigned(s.to - s.from - read->got), s.from + read->got);
+  io_uring_sqe_set_data(sqe, read.get());
+  at_disk_[read.get()] = read;
+}
+
+void DirectService::finish(std::shared_ptr<DiskRead> read, Status status) {
+  std::shared_ptr<ReadJob> job = std::move(read->job);
+  read->status = status;
+  if (read->state.exchange(DiskRead::DONE, std::memory_order_acq_rel) == DiskRead::WANTED) (*read->wake)(job->conn, job->serial);
+}
+
+void DirectService::run() {
+  std::deque<std::shared_ptr<DiskRead>> waiting;
+  bool listening = false, stopping = false;
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      for (auto& r : queue_) waiting.push_back(std::move(r));
+      queue_.clear();
+      stopping = stopping_;
+    }
+    while (!waiting.empty() && (stopping || at_disk_.size() < shared.config.read_depth)) {
+      auto read = std::move(waiting.front());
+      waiting.pop_front();
+      if (stopping || read->job->dropped.load()) finish(std::move(read), Status::INTERNAL);
+      else begin(read);
+    }
+    if (stopping && at_disk_.empty()) return;
+    if (!listening) {
+      io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+      io_uring_prep_read(sqe, wake_, &wake_count_, sizeof wake_count_, 0);
+      io_uring_sqe_set_data(sqe, nullptr);
+      listening = true;
+    }
+    io_uring_submit_and_wait(&ring_, 1);
+    io_uring_cqe* cqe;
+    while (io_uring_peek_cqe(&ring_, &cqe) == 0) {
+      auto* key = static_cast<DiskRead*>(io_uring_cqe_get_data(cqe));
+      const int result = cqe->res;
+      io_uring_cqe_seen(&ring_, cqe);
+      if (!key) {
+        listening = false;
+        continue;
+      }
+      std::shared_ptr<DiskRead> read = std::move(at_disk_.extract(key).mapped());
+      const uint64_t want = read->span->to - read->span->from;
+      if (result > 0) read->got += uint64_t(result);
+      if (result > 0 && read->got < want && read->got % RECORD_ALIGN == 0) {   // a short read: the rest
+        waiting.push_front(std::move(read));
+        continue;
+      }
+      if (result == -EINTR || result == -EAGAIN) {
+        waiting.push_front(std::move(read));
+        continue;
+      }
+      add(shared.stats.reads_direct);
+      add(shared.stats.reads_direct_bytes, read->got);
+      finish(std::move(read), read->got == want ? Status::OK : result < 0 ? Status::IO_ERROR : Status::CORRUPT);
+    }
+  }
+}
+
+// --- planning, on a bulk thread ---
+
+namespace {
+
+constexpr uint64_t GAP_BYTES = 64 << 10;     // read through rather than seek again: 64 KiB cost less than another request
+constexpr uint64_t RUN_BYTES = 1 << 20;      // items are merged up to this
+
+// One read: consecutive items of one extent.
+struct Run {
+  uint32_t first = 0, last = 0;              // items, inclusive
+  uint64_t from = 0, to = 0;                 // file offsets, aligned
+  bool with_meta = false;
+  bool fell_back = false;                    // read through the page cache
+  std::shared_ptr<const Span> span;          // cached, or the read's
+  std::shared_ptr<DiskRead> read;
+};
+
+struct DirectJob final : JobExtra {
+  std::deque<Run> runs;                      // planned and not yet sent, in item order
+  std::vector<bool> meta_planned;            // by extent
+  uint32_t next_item = 0;                    // to plan
+  uint64_t ahead_bytes = 0;                  // of `runs`
+};
+
+class Direct final : public ReadEngine {
+ public:
+  Direct(DirectService& service, ReadService::Wake wake) : service_(service), wake_(std::move(wake)), buffered_(buffered_engine()) {}
+
+  void opened(const std::shared_ptr<ReadJob>& job, uint32_t, uint32_t) override {
+    if (!job->extra) {
+      auto extra = std::make_unique<DirectJob>();
+      extra->meta_planned.resize(job->extents.size());
+      job->extra = std::move(extra);
+    }
+    plan_ahead(job);
+  }
+
+  Fetch fetch(const std::shared_ptr<ReadJob>& job, uint32_t item, Status& status, Source& source) override {
+    auto& extra = static_cast<DirectJob&>(*job->extra);
+    ExtentRead& e = job->extents[job->items[item].extent];
+    uint64_t at = 0, bytes = 0;
+    status = e.status;
+    if (status == Status::OK) status = locate(e, job->items[item].plane, at, bytes);
+    if (status != Status::OK) return Fetch::READY;
+    if (extra.runs.empty()) plan_ahead(job);
+    Run& run = extra.runs.front();   // items without a run were answered above, so this is the item's
+    if (run.fell_back) return buffered_->fetch(job, item, status, source);
+    if (run.read) {
+      uint32_t pending = DiskRead::PENDING;
+      if (run.read->state.compare_exchange_strong(pending, DiskRead::WANTED, std::memory_order_acq_rel) || pending == DiskRead::WANTED)
+        return Fetch::WAIT;
+      if (run.read->status != Status::OK) {
+        status = run.read->status;
+        return Fetch::READY;
+      }
+    }
+    const uint8_t* memory = run.span->buffer.data();
+    const uint64_t record_at = e.ref.offset, from = run.span->from;
+    if (e.meta.empty()) {
+      if (run.with_meta) accept_meta(*job, e, std::vector<uint8_t>(memory + (record_at - from), memory + (record_at - from) + meta_bytes_of(e.ref)));
+      else load_meta(*job, e);   // far from the first piece asked for, or its read failed
+      status = e.status;
+      if (status != Status::OK) return Fetch::READY;
+    }
+    source = {memory + (record_at + at - from), -1, 0, bytes};
+    return Fetch::READY;
+  }
+
+  void sent(const std::shared_ptr<ReadJob>& job, uint32_t item) override {
+    auto& extra = static_cast<DirectJob&>(*job->extra);
+    if (extra.runs.empty() || item != extra.runs.front().last) return;
+    const Run run = std::move(extra.runs.front());
+    extra.runs.pop_front();
+    extra.ahead_bytes -= run.to - run.from;
+    if (run.read && run.read->state.load(std::memory_order_acquire) == DiskRead::DONE && run.read->status == Status::OK)
+      service_.cache.offer(run.read->span);
+    plan_ahead(job);
+  }
+
+ private:
+  // Plans and submits until the window is full or the extents are not open yet.
+  void plan_ahead(const std::shared_ptr<ReadJob>& job) {
+    auto& extra = static_cast<DirectJob&>(*job->extra);
+    const uint64_t window = std::max<uint64_t>(service_.shared.config.read_arena_bytes / 8, 2 * RUN_BYTES);
+    while (extra.next_item < job->items.size() && (extra.runs.empty() || extra.ahead_bytes < window)) {
+      if (job->items[extra.next_item].extent >= job->opened) return;
+      Run run;
+      const uint32_t before = extra.next_item;
+      if (!gather(*job, extra, run)) continue;
+      if (!start(job, run) && !extra.runs.empty()) {   // no memory now: later, when what is ahead has been sent
+        extra.next_item = before;
+        if (run.with_meta) extra.meta_planned[job->items[run.first].extent] = false;
+        return;
+      }
+      extra.ahead_bytes += run.to - run.from;
+      extra.runs.push_back(std::move(run));
+    }
+  }
+
+  // The next item, and those behind it that lie close. False: it needs no read, for it cannot be answered.
+  bool gather(ReadJob& job, DirectJob& extra, Run& run) {
+    const uint32_t first = extra.next_item++;
+    const uint32_t extent = job.items[first].extent;
+    const ExtentRead& e = job.extents[extent];
+    uint64_t at = 0, bytes = 0;
+    if (e.status != Status::OK || locate(e, job.items[first].plane, at, bytes) != Status::OK) return false;
+    uint64_t from = at, to = at + bytes;
+    if (!extra.meta_planned[extent]) {
+      extra.meta_planned[extent] = true;
+      if (at - meta_bytes_of(e.ref) <= GAP_BYTES) {
+        run.with_meta = true;
+        from = 0;
+      }
+    }
+    run.first = run.last = first;
+    while (extra.next_item < job.items.size() && job.items[extra.next_item].extent == extent) {
+      if (locate(e, job.items[extra.next_item].plane, at, bytes) != Status::OK) break;
+      if (at < from || at > to + GAP_BYTES || std::max(to, at + bytes) - from > RUN_BYTES) break;
+      to = std::max(to, at + bytes);
+      run.last = extra.next_item++;
+    }
+    run.from = (e.ref.offset + from) / RECORD_ALIGN * RECORD_ALIGN;
+    run.to = align_up(e.ref.offset + to, RECORD_ALIGN);
+    return true;
+  }
+
+  // From the cache, from the disk, or (true as well, fell_back) through the page cache. False: no memory for it now.
+  bool start(const std::shared_ptr<ReadJob>& job, Run& run) {
+    ExtentRead& e = job->extents[job->items[run.first].extent];
+    const uint64_t segment = e.ref.segment_id();
+    if ((run.span = service_.cache.find(segment, run.from, run.to))) {
+      add(service_.shared.stats.reads_cached);
+      return true;
+    }
+    auto span = std::make_shared<Span>();
+    span->segment = segment;
+    span->from = run.from;
+    span->to = run.to;
+    span->buffer = service_.take(run.to - run.from);
+    const int fd = span->buffer ? e.ref.fd_direct() : -1;
+    if (fd < 0) {
+      run.fell_back = true;
+      add(service_.shared.stats.reads_fell_back);
+      return bool(span->buffer);
+    }
+    auto read = std::make_shared<DiskRead>();
+    read->span = span;
+    read->fd = fd;
+    read->job = job;
+    read->wake = &wake_;
+    run.span = std::move(span);
+    run.read = read;
+    service_.submit(std::move(read));
+    return true;
+  }
+
+  DirectService& service_;
+  ReadService::Wake wake_;
+  std::unique_ptr<ReadEngine> buffered_;
+};
+
+}  // namespace
+
+std::unique_ptr<ReadEngine> DirectService::engine(Wake wake) { return std::make_unique<Direct>(*this, std::move(wake)); }
+
+std::unique_ptr<ReadService> direct_reads(ServerShared& shared, std::string& why) {
+  try {
+    return std::make_unique<DirectService>(shared);
+  } catch (const std::system_error& e) {
+    why = std::string("no io_uring here: ") + e.what();
+    return nullptr;
+  }
+}
+
+}  // namespace kv

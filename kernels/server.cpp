@@ -1,0 +1,202 @@
+// Start, drain and stop of a server; its face in Python.
+#include "server.hpp"
+
+#include <errno.h>
+#include <netdb.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <system_error>
+
+#include "io_engine.hpp"
+#include "server_bulk.hpp"
+#include "server_small.hpp"
+#include "server_write.hpp"
+
+namespace nb = nanobind;
+
+namespace kv {
+namespace {
+
+[[noreturn]] void fail(int error, const std::string& what) { throw std::system_error(error, std::generic_category(), what); }
+
+int listen_on(const std::string& host, uint16_t& port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) fail(EINVAL, "\"" + host + "\" is not an IP address");
+  const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  const int on = 1;
+  int error = fd < 0 ? errno : 0;
+  if (!error && setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) < 0) error = errno;
+  if (!error && bind(fd, found->ai_addr, found->ai_addrlen) < 0) error = errno;
+  freeaddrinfo(found);
+  if (!error && ::listen(fd, 1024) < 0) error = errno;
+  sockaddr_storage bound{};
+  socklen_t length = sizeof bound;
+  if (!error && getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &length) < 0) error = errno;
+  char service[16];
+  if (!error && getnameinfo(reinterpret_cast<sockaddr*>(&bound), length, nullptr, 0, service, sizeof service, NI_NUMERICSERV)) error = EINVAL;
+  if (error) {
+    if (fd >= 0) ::close(fd);
+    fail(error, host + ":" + std::to_string(port));
+  }
+  port = uint16_t(std::stoul(service));
+  return fd;
+}
+
+}  // namespace
+
+Server::Server(Store& store, const ServerConfig& config) : shared_(store, config), io_(config.io) {
+  while (!shared_.boot_id)
+    if (getrandom(&shared_.boot_id, sizeof shared_.boot_id, 0) < 0) fail(errno, "getrandom");
+  if (config.io == "direct") reads_ = direct_reads(shared_, io_note_);
+  if (!reads_) {
+    reads_ = buffered_reads();
+    io_ = "buffered";
+  }
+  port_ = config.port;
+  const int listener = listen_on(config.host, port_);
+  std::vector<BulkLoop*> loops;
+  try {
+    putter_ = std::make_unique<Putter>(shared_, config.write_threads);
+    for (uint32_t i = 0; i < config.bulk_threads; i++) {
+      bulk_.push_back(std::make_unique<BulkLoop>(shared_, *reads_, *putter_));
+      loops.push_back(bulk_.back().get());
+    }
+    small_ = std::make_unique<SmallLoop>(shared_, listener, loops);
+  } catch (...) {
+    if (!small_) ::close(listener);
+    throw;
+  }
+  for (auto& b : bulk_) b->start("kv-bulk");
+  small_->start("kv-small");
+}
+
+Server::~Server() { stop(); }
+
+bool Server::drain(double timeout_seconds) {
+  shared_.draining.store(true);
+  small_->post({});   // close the listener
+  const int64_t until = now_ns() + int64_t(timeout_seconds * 1e9);
+  int quiet = 0;      // consecutive looks with nothing in flight: requests on their way are let in
+  while (now_ns() < until) {
+    quiet = shared_.inflight.load() ? 0 : quiet + 1;
+    if (quiet > 10) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return shared_.inflight.load() == 0;
+}
+
+void Server::stop() {
+  shared_.draining.store(true);
+  if (small_) small_->stop();
+  if (putter_) putter_->stop();
+  for (auto& b : bulk_) b->stop();
+  if (reads_) reads_->stop();
+}
+
+namespace {
+
+nb::dict counters(const Counter* values, uint32_t count) {   // by Status number, zeros left out
+  nb::dict d;
+  for (uint32_t i = 0; i < count; i++)
+    if (const uint64_t n = values[i].load(std::memory_order_relaxed)) d[nb::int_(i)] = n;
+  return d;
+}
+
+nb::dict stats_of(Server& server) {
+  const ServerStats& s = server.shared().stats;
+  nb::dict d, requests, seconds, queued;
+  for (uint32_t op = 0; op < OPS; op++) {
+    requests[OP_NAMES[op]] = counters(s.requests[op], STATUSES);
+    queued[OP_NAMES[op]] = s.queued[op].load();
+    nb::list counts;
+    for (const auto& c : s.seconds[op].counts) counts.append(c.load(std::memory_order_relaxed));
+    nb::dict h;
+    h["counts"] = counts;
+    h["sum_seconds"] = double(s.seconds[op].sum_ns.load(std::memory_order_relaxed)) / 1e9;
+    seconds[OP_NAMES[op]] = h;
+  }
+  nb::list bounds;
+  for (uint64_t us : Histogram::BOUNDS_US) bounds.append(double(us) / 1e6);
+  d["bounds_seconds"] = bounds;
+  d["requests"] = requests;
+  d["request_seconds"] = seconds;
+  d["queued"] = queued;
+  d["read_items"] = counters(s.read_items, STATUSES);
+  const std::pair<const char*, const Counter*> singles[] = {
+      {"bytes_in", &s.bytes_in}, {"bytes_out", &s.bytes_out}, {"connections", &s.connections}, {"connections_opened", &s.connections_opened},
+      {"connections_refused", &s.connections_refused}, {"connections_idle_closed", &s.connections_idle_closed},
+      {"connections_cut", &s.connections_cut}, {"frames_malformed", &s.frames_malformed}, {"read_head_bytes", &s.read_head_bytes},
+      {"reads_direct", &s.reads_direct}, {"reads_direct_bytes", &s.reads_direct_bytes}, {"reads_cached", &s.reads_cached},
+      {"reads_fell_back", &s.reads_fell_back}, {"epoch_seen", &s.epoch_seen}};
+  for (auto& [name, c] : singles) d[name] = c->load(std::memory_order_relaxed);
+  d["inflight"] = server.shared().inflight.load();
+  d["write_arena_used_bytes"] = server.shared().arena.used_bytes();
+  return d;
+}
+
+}  // namespace
+}  // namespace kv
+
+void bind_server(nb::module_& m) {
+  using namespace kv;
+  nb::class_<Server>(m, "Server")
+      .def(
+          "__init__",
+          [](Server* self, Store& store, const std::string& host, uint16_t port, nb::bytes cluster16, uint64_t epoch, uint32_t bucket_seconds,
+             const std::string& io, uint32_t bulk_threads, uint32_t write_threads, uint32_t connections_max, uint64_t write_arena_bytes,
+             uint64_t connection_bytes_max, uint64_t read_head_bytes_max, uint64_t read_arena_bytes, uint64_t read_cache_bytes,
+             uint32_t read_depth, double idle_timeout_seconds, double progress_timeout_seconds) {
+            ServerConfig c;
+            if (cluster16.size() != c.cluster.size()) throw nb::value_error("cluster16: 16 bytes needed");
+            if (io != "buffered" && io != "direct") throw nb::value_error("io: buffered or direct");
+            if (!bulk_threads || !write_threads || !connections_max || !read_depth || bulk_threads > 64 || write_threads > 64 || read_depth > 256)
+              throw nb::value_error("threads, connections and depth: 1 or more (threads at most 64, depth 256)");
+            if (!(progress_timeout_seconds > 0 && progress_timeout_seconds < 1e6 && idle_timeout_seconds > 0 && idle_timeout_seconds < 1e6))
+              throw nb::value_error("timeouts: above 0 and below 1e6 s");
+            c.host = host;
+            c.port = port;
+            std::memcpy(c.cluster.data(), cluster16.c_str(), c.cluster.size());
+            c.epoch = epoch;
+            c.bucket_seconds = bucket_seconds;
+            c.io = io;
+            c.bulk_threads = bulk_threads;
+            c.write_threads = write_threads;
+            c.connections_max = connections_max;
+            c.write_arena_bytes = write_arena_bytes;
+            c.connection_bytes_max = connection_bytes_max;
+            c.read_head_bytes_max = read_head_bytes_max;
+            c.read_arena_bytes = read_arena_bytes;
+            c.read_cache_bytes = read_cache_bytes;
+            c.read_depth = read_depth;
+            c.idle_ms = uint32_t(idle_timeout_seconds * 1000);
+            c.progress_ms = uint32_t(progress_timeout_seconds * 1000);
+            try {
+              nb::gil_scoped_release unlocked;
+              new (self) Server(store, c);
+            } catch (const std::system_error& e) {
+              errno = e.code().value();
+              PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.what());
+              throw nb::python_error();
+            }
+          },
+          nb::arg("store"), nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("cluster16"), nb::arg("epoch"),
+          nb::arg("bucket_seconds") = 60, nb::arg("io") = "buffered", nb::arg("bulk_threads") = 2, nb::arg("write_threads") = 2,
+          nb::arg("connections_max") = 4096, nb::arg("write_arena_bytes") = 96ull << 20, nb::arg("connection_bytes_max") = 16ull << 20,
+          nb::arg("read_head_bytes_max") = 64ull << 20, nb::arg("read_arena_bytes") = 32ull << 20, nb::arg("read_cache_bytes") = 64ull << 20,
+          nb::arg("read_depth") = 2, nb::arg("idle_timeout_seconds") = 300.0, nb::arg("progress_timeout_seconds") = 3.0,
+          nb::keep_alive<1, 2>())
+      .def_prop_ro("port", &Server::port)
+      .def_prop_ro("boot_id", &Server::boot_id)
+      .def_prop_ro("io", [](Server& s) { return s.io(); })
+      .def_prop_ro("io_note", [](Server& s) { return s.io_note(); })
+      .def("set_epoch", &Server::set_epoch, nb::arg("epoch"))
+      .def("drain", &Server::drain, nb::arg("timeout_seconds"), nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &Server::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("stats", &stats_of);
+}

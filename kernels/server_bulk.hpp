@@ -1,0 +1,67 @@
+// The threads of READ and WRITE. Requests of a connection are answered in order of arrival; input is read ahead of the answers, so
+// that one record is received while another is put, and the disk is asked early.
+#pragma once
+#include "io_engine.hpp"
+#include "server_loop.hpp"
+
+namespace kv {
+
+struct BulkRequest {
+  wire::FrameHeader header{};
+  uint64_t serial = 0;
+  int64_t born_ns = 0;
+  uint64_t bytes = 0;               // of the record, while it is ours
+  bool done = false, last = false;  // last: the connection closes after this answer
+  Status status = Status::OK;
+  std::shared_ptr<ReadJob> read;
+};
+
+struct BulkState {
+  enum class Input : uint8_t { HEADER, READ_BODY, RECORD, DISCARD, STOPPED } input = Input::HEADER;
+  wire::FrameHeader header{};
+  int64_t born_ns = 0;              // of the frame being received
+  uint64_t got = 0;                 // of the part being received
+  std::vector<uint8_t> body;
+  Arena::Buffer record;
+  Status refusal = Status::OK;      // of the record being discarded
+  std::deque<BulkRequest> requests;
+  uint64_t held_bytes = 0;          // records received or being received, not yet answered
+  uint64_t next_serial = 1;
+  bool waiting = false;             // the front READ waits for its engine
+  Source tail;                      // of the item being sent: what follows conn.out
+  bool item_open = false;
+};
+
+class BulkLoop final : public Loop {
+ public:
+  BulkLoop(ServerShared& shared, ReadService& reads, Putter& putter);
+  ~BulkLoop() override { stop(); }
+
+ protected:
+  Turn serve(Conn& conn) override;
+  void on_message(Message& message) override;
+  void on_closed(Conn& conn) override;
+  bool owes(const Conn& conn) const override;
+  bool idle(const Conn& conn) const override;
+
+ private:
+  enum class Step : uint8_t { MOVED, STUCK, DEAD };
+  Step send_some(Conn& conn, int64_t& budget);
+  Step send_items(Conn& conn, BulkRequest& request, int64_t& budget);
+  Step send_tail(Conn& conn, int64_t& budget);
+  Step receive_some(Conn& conn, int64_t& budget);
+  Step take(Conn& conn, uint8_t* to, uint64_t want, int64_t& budget);
+  bool wants_input(const Conn& conn) const;
+  void on_header(Conn& conn);
+  void on_read(Conn& conn);
+  void on_record(Conn& conn);
+  BulkRequest& enqueue(Conn& conn, const wire::FrameHeader& header);
+  void refuse(Conn& conn, Status why);          // a bare answer, then close
+  void answered(Conn& conn);                    // the front request
+  void open_extents(const std::shared_ptr<ReadJob>& job, int64_t& budget);
+
+  std::unique_ptr<ReadEngine> engine_;
+  Putter& putter_;
+};
+
+}  // namespace kv
