@@ -136,6 +136,7 @@ nb::dict stats_of(Server& server) {
       {"reads_fell_back", &s.reads_fell_back}, {"epoch_seen", &s.epoch_seen}};
   for (auto& [name, c] : singles) d[name] = c->load(std::memory_order_relaxed);
   d["inflight"] = server.shared().inflight.load();
+  d["read_head_bytes_max"] = server.shared().config.read_head_bytes_max;
   d["write_arena_used_bytes"] = server.shared().arena.used_bytes();
   return d;
 }

@@ -2,7 +2,7 @@
 
 Nothing here moves bulk bytes in production; the native client and server do. Every integer is little-endian.
 
-    frame    | magic u32 | version u8 | verb u8 | kind u8 | flags u8 | request id u64 | status u32 | body bytes u32 | check u32 | aux u32 | body
+    frame    | magic u32 | version verb kind flags, u8 each | request id u64 | status u32 | body bytes u32 | check u32 | aux u32 | body
     HELLO    Hello                                           first on every connection, both ways; fixes its role
     DISCOVER DiscoverRequest | 32-byte keys               -> DiscoverReply | (Writing | earlier u32[] | pad to 8 | tags u64[])...
     PROMISE  PromiseRequest | WritingName...              -> PromiseAnswer...
@@ -211,11 +211,18 @@ def decode_discover_reply(body: bytes) -> tuple[list[Writing], bool]:
     found = []
     for _ in range(count):
         _need(at + _WRITING.size <= len(body), "DISCOVER")
-        write_id, mask, epoch, ordinal, start, blocks, earlier, *rest = _WRITING.unpack_from(body, at)
+        (write_id, mask, epoch, ordinal, start, blocks, earlier, fidelity, retention_class, depth, kv_group, pg, block_bytes, k, m, cipher,
+         planes, layout_tag) = _WRITING.unpack_from(body, at)  # fmt: skip
         tags_at = at + (_WRITING.size + 4 * earlier + 7) // 8 * 8
         _need(tags_at + 8 * blocks <= len(body), "DISCOVER")
         starts = struct.unpack_from(f"<{earlier}I", body, at + _WRITING.size)
-        found.append(Writing(write_id, mask, epoch, ordinal, start, *rest, starts, struct.unpack_from(f"<{blocks}Q", body, tags_at)))
+        tags = struct.unpack_from(f"<{blocks}Q", body, tags_at)
+        found.append(
+            Writing(
+                write_id, mask, epoch, ordinal, start, fidelity, retention_class, depth, kv_group, pg, block_bytes, k, m, cipher, planes,
+                layout_tag, starts, tags,
+            )
+        )  # fmt: skip
         at = tags_at + 8 * blocks
     _need(at == len(body), "DISCOVER")
     return found, bool(busy)
@@ -269,9 +276,7 @@ class ReadExtent:
     block_count: int
 
 
-def encode_read(
-    extents: Sequence[ReadExtent], items: Sequence[tuple[int, int]], *, owner: bytes = NO_OWNER, epoch: int = 0
-) -> bytes:
+def encode_read(extents: Sequence[ReadExtent], items: Sequence[tuple[int, int]], *, owner: bytes = NO_OWNER, epoch: int = 0) -> bytes:
     """`items` are (ordinal of the extent, plane); answers come in that order."""
     parts = [_READ_REQUEST.pack(owner, epoch, len(extents), len(items))]
     parts += [_READ_EXTENT.pack(e.extent_key, e.write_id, e.shard, 0, e.first_block, e.block_count, 0) for e in extents]

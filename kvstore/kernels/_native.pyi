@@ -1,5 +1,7 @@
 """Types of the native core. One section per source file in kernels/; arrays are C-contiguous unless said otherwise."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -64,3 +66,56 @@ class Codec:
 
     def bare_isal(self, have_ids: list[int], want_ids: list[int], have: _U8, out: _U8) -> None:
         """For benchmarks: nothing but ISA-L, from have (n, k, bytes) to out (n, wanted, bytes); both lists of numbers ascending."""
+
+# --- server.cpp: the data port of a storage daemon (kernels/server.hpp, docs/PROTOCOL.md).
+
+class Server:
+    """Serves `store` from construction to stop(). OSError with the errno of bind where the port cannot be had; the store is kept alive."""
+
+    def __init__(
+        self,
+        store: Store,
+        host: str,
+        port: int,
+        *,
+        cluster16: bytes,
+        epoch: int,
+        bucket_seconds: int = 60,
+        io: str = "buffered",
+        bulk_threads: int = 2,
+        write_threads: int = 2,
+        connections_max: int = 4096,
+        write_arena_bytes: int = ...,
+        connection_bytes_max: int = ...,
+        read_head_bytes_max: int = ...,
+        read_arena_bytes: int = ...,
+        read_cache_bytes: int = ...,
+        read_depth: int = 2,
+        idle_timeout_seconds: float = 300.0,
+        progress_timeout_seconds: float = 3.0,
+    ) -> None: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def boot_id(self) -> int:
+        """Random, never zero; another one after each start."""
+
+    @property
+    def io(self) -> str:
+        """The read engine in use."""
+
+    @property
+    def io_note(self) -> str:
+        """Why it is not the one asked for; else empty."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """WRITEs of an older epoch are answered STALE_MAP from now on."""
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Closes the port, refuses new work but READs, waits until nothing is in flight. False: the time was over first."""
+
+    def stop(self) -> None:
+        """Closes every connection and ends the threads; harmless twice."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges: kernels/server_stats.hpp. By op and by status number where they have those."""

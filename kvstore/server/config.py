@@ -1,0 +1,200 @@
+"""What one storage daemon is told at its start. What the whole cluster must agree on stands in the cluster map, not here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.clustermap import ClusterMap
+from kvstore.errors import ConfigError, KvstoreError
+from kvstore.units import parse_bytes, parse_seconds
+
+IO_ENGINES: Final = ("auto", "buffered", "direct")
+RECORD_ROOM_BYTES: Final = 1 << 20
+FREE_BYTES_MIN: Final = 64 << 20  # below this a disk is full already
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Valid by construction: a bad value raises ConfigError here, before anything is touched."""
+
+    data_dir: Path
+    capacity_bytes: int = 0  # records with their padding; 0: what the disk has, less a reserve
+    host: str = "127.0.0.1"  # an IP address; nothing listens beyond loopback unless told to
+    port: int = 0  # data protocol; 0: any free one
+    admin_port: int = 0  # gRPC
+    http_port: int = 0  # /livez /readyz /metrics
+    node_id: str = "node-00"
+    cluster_map_path: Path | None = None  # None: a cluster of this one node
+    io: str = "auto"
+    strict_sync: bool = False  # every commit durable before it is acknowledged; else synced each second
+    virtual_clock: bool = False  # time is what clients say (trace replay)
+    bulk_threads: int = 2  # 1..64
+    write_threads: int = 2  # 1..64
+    connections_max: int = 4096  # 1..1,000,000
+    write_arena_bytes: int = 96 << 20  # records received and not yet stored, all connections; past it BUSY
+    connection_bytes_max: int = 16 << 20  # the same of one connection; past it not read from
+    read_arena_bytes: int = 32 << 20  # direct engine: read and not yet sent
+    read_cache_bytes: int = 64 << 20  # direct engine: what was read twice; 0: none
+    read_depth: int = 2  # direct engine: reads at the disk at once, 1..256
+    idle_timeout_seconds: float = 300.0  # a connection without requests is closed
+    progress_timeout_seconds: float = 3.0  # a peer that neither takes nor gives what it owes is cut
+    drain_timeout_seconds: float = 25.0  # below the usual grace period of 30 s
+    log_interval_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise _bad(name, value, f"give {low} to {high}")
+        if self.io not in IO_ENGINES:
+            raise _bad("io", self.io, "give auto, buffered or direct")
+        ports = [p for p in (self.port, self.admin_port, self.http_port) if p]
+        if len(ports) != len(set(ports)):
+            raise ConfigError("E121", f"ports {', '.join(map(str, ports))}", "two are the same", "give each its own, or 0 for any free one")
+
+    def load_map(self) -> ClusterMap | None:
+        """The map, None for a cluster of one. Raises ConfigError where it is bad or does not know this node."""
+        if self.cluster_map_path is None:
+            return None
+        found = ClusterMap.load(self.cluster_map_path)
+        found.node(self.node_id)
+        return found
+
+
+_RANGES: Final[tuple[tuple[str, float, float], ...]] = (
+    ("capacity_bytes", 0, 1 << 60),
+    ("port", 0, 65535),
+    ("admin_port", 0, 65535),
+    ("http_port", 0, 65535),
+    ("bulk_threads", 1, 64),
+    ("write_threads", 1, 64),
+    ("connections_max", 1, 1_000_000),
+    ("write_arena_bytes", 4 << 20, 1 << 40),
+    ("connection_bytes_max", 1 << 20, 1 << 40),
+    ("read_arena_bytes", 4 << 20, 1 << 40),
+    ("read_cache_bytes", 0, 1 << 40),
+    ("read_depth", 1, 256),
+    ("idle_timeout_seconds", 0.1, 1e6),
+    ("progress_timeout_seconds", 0.1, 1e6),
+    ("drain_timeout_seconds", 0.0, 1e6),
+    ("log_interval_seconds", 0.1, 1e6),
+)
+
+
+def _bad(name: str, value: object, fix: str) -> ConfigError:
+    return ConfigError("E121", f"{name} is {value}", "out of range", fix)
+
+
+def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = True) -> None:
+    """The flags of a daemon. `map_argument` False where `parser` has a --map already."""
+    add = parser.add_argument
+    add("--data", metavar="DIR", required=True, help="data directory, one per disk; it must exist")
+    add("--capacity", metavar="SIZE", help="disk to use, as 4TB or 3.6TiB (default: what the disk has, less a reserve)")
+    if map_argument:
+        add("--map", metavar="FILE", help="cluster map (default: a cluster of this one node)")
+    add("--id", metavar="NAME", help="this node's id in the map (default node-00)")
+    add("--host", metavar="IP", help="address to listen on (default: the map's, else 127.0.0.1)")
+    add("--port", type=int, metavar="N", help="port of the data protocol (default: the map's, else any free one)")
+    add("--admin-port", type=int, metavar="N", help="port of gRPC (default: the map's, else any free one)")
+    add("--http-port", type=int, metavar="N", help="port of /livez, /readyz and /metrics (default: the map's, else any free one)")
+    add(
+        "--io",
+        metavar="ENGINE",
+        choices=IO_ENGINES,
+        help="auto, buffered or direct (default auto: direct where --capacity exceeds the RAM)",
+    )
+    add("--strict-sync", action="store_true", help="make every commit durable before it is acknowledged")
+    add("--virtual-clock", action="store_true", help="take the time from clients' buckets, for trace replay")
+    add("--bulk-threads", type=int, metavar="N", help="threads that read and write (default 2)")
+    add("--write-threads", type=int, metavar="N", help="threads that store (default 2)")
+    add("--connections", type=int, metavar="N", help="connections at once (default 4096)")
+    add("--write-memory", metavar="SIZE", help="records received and not yet stored; past it BUSY (default 96MiB)")
+    add("--read-memory", metavar="SIZE", help="direct engine: read and not yet sent (default 32MiB)")
+    add("--read-cache-bytes", metavar="SIZE", help="direct engine: kept of what was read twice (default 64MiB)")
+    add("--read-depth", type=int, metavar="N", help="direct engine: reads at the disk at once (default 2)")
+    add("--idle-timeout", metavar="TIME", help="a connection without requests is closed after this (default 5m)")
+    add("--progress-timeout", metavar="TIME", help="a peer that stands still in mid-message is cut after this (default 3s)")
+    add("--drain-timeout", metavar="TIME", help="how long a SIGTERM may take (default 25s)")
+
+
+_FLAGS: Final[dict[str, tuple[str, Any]]] = {
+    "data": ("data_dir", Path),
+    "capacity": ("capacity_bytes", parse_bytes),
+    "map": ("cluster_map_path", Path),
+    "id": ("node_id", str),
+    "host": ("host", str),
+    "port": ("port", int),
+    "admin_port": ("admin_port", int),
+    "http_port": ("http_port", int),
+    "io": ("io", str),
+    "strict_sync": ("strict_sync", bool),
+    "virtual_clock": ("virtual_clock", bool),
+    "bulk_threads": ("bulk_threads", int),
+    "write_threads": ("write_threads", int),
+    "connections": ("connections_max", int),
+    "write_memory": ("write_arena_bytes", parse_bytes),
+    "read_memory": ("read_arena_bytes", parse_bytes),
+    "read_cache_bytes": ("read_cache_bytes", parse_bytes),
+    "read_depth": ("read_depth", int),
+    "idle_timeout": ("idle_timeout_seconds", parse_seconds),
+    "progress_timeout": ("progress_timeout_seconds", parse_seconds),
+    "drain_timeout": ("drain_timeout_seconds", parse_seconds),
+}
+assert {field for field, _ in _FLAGS.values()} <= {f.name for f in fields(NodeConfig)}
+
+
+def config_from_args(args: argparse.Namespace) -> NodeConfig:
+    """A NodeConfig from what add_node_arguments took: flag, else the map's entry for this node, else the default."""
+    given: dict[str, Any] = {}
+    for flag, (field, convert) in _FLAGS.items():
+        value = getattr(args, flag, None)
+        if value is None:
+            continue
+        try:
+            given[field] = convert(value)
+        except KvstoreError as error:
+            raise ConfigError(error.code, f'--{flag.replace("_", "-")} "{value}" not understood', fix=error.fix) from None
+    config = NodeConfig(**given)
+    if config.cluster_map_path is None:
+        return config
+    entry = ClusterMap.load(config.cluster_map_path).node(config.node_id)
+    for address, name in ((entry.address, "port"), (entry.admin_address, "admin_port"), (entry.metrics_address, "http_port")):
+        if address and name not in given:
+            given[name] = int(address.rpartition(":")[2])
+    if "host" not in given:
+        given["host"] = entry.address.rpartition(":")[0].strip("[]")
+    return NodeConfig(**given)
+
+
+def capacity_of(config: NodeConfig) -> int:
+    """Bytes this daemon may use. Raises ConfigError, in one line with its fix, for a directory that cannot be used."""
+    path = config.data_dir
+    if not path.exists():
+        raise ConfigError("E122", f"data directory {path}", "does not exist", f"mkdir -p {path}, or mount the disk there")
+    if not path.is_dir():
+        raise ConfigError("E122", f"data directory {path}", "is not a directory", "name a directory with --data")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError("E122", f"data directory {path}", "not writable by this user", f"chown it to uid {os.geteuid()}, or name another")
+    disk = os.statvfs(path)
+    free = disk.f_bavail * disk.f_frsize
+    used = sum(entry.stat().st_blocks * 512 for entry in path.rglob("*") if entry.is_file())
+    if free < FREE_BYTES_MIN and used < FREE_BYTES_MIN:
+        raise ConfigError("E123", f"disk of {path} is full", f"{free >> 20} MiB free", "free space on it, or name another disk with --data")
+    if config.capacity_bytes:
+        return config.capacity_bytes
+    reserve = max(1 << 30, disk.f_blocks * disk.f_frsize // 20)  # a full filesystem serves nobody, least of all the index
+    return max(used + free - reserve, FREE_BYTES_MIN)
+
+
+def choose_io(config: NodeConfig, capacity_bytes: int) -> tuple[str, str]:
+    """The engine and why. Buffered is faster while the page cache can hold what is read again; beyond RAM it only gets in the way."""
+    if config.io != "auto":
+        return config.io, "--io"
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if capacity_bytes > ram:
+        return "direct", f"capacity exceeds the {ram >> 30} GiB of RAM"
+    return "buffered", f"capacity fits the {ram >> 30} GiB of RAM"

@@ -1,0 +1,78 @@
+"""The gRPC face of a daemon: grpc.health.v1, reflection, and kvstore.v1.Node (proto/node.proto). Off the data path."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore.errors import KvstoreError
+from kvstore.server.proto import node_pb2, node_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvstore.server.node import Node
+
+SERVICE: Final = "kvstore.v1.Node"
+WORKERS: Final = 4
+
+
+class ControlServer:
+    """Serves from `start` on; health says NOT_SERVING until `set_ready(True)`."""
+
+    def __init__(self, node: Node, host: str, port: int) -> None:
+        """Raises OSError where the port cannot be had."""
+        self._server = grpc.server(
+            ThreadPoolExecutor(WORKERS, "kvstore-grpc"),
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1 << 20)],
+            maximum_concurrent_rpcs=64,
+        )
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        node_pb2_grpc.add_NodeServicer_to_server(_NodeService(node), self._server)  # type: ignore[no-untyped-call]  # generated code
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self.set_ready(False)
+        bracketed = f"[{host}]" if ":" in host else host
+        try:
+            self.port = self._server.add_insecure_port(f"{bracketed}:{port}")
+        except RuntimeError as error:
+            raise OSError(str(error)) from None
+        if not self.port:
+            raise OSError(f"cannot listen on {host}:{port}")
+
+    def start(self) -> None:
+        self._server.start()
+
+    def set_ready(self, ready: bool) -> None:
+        answer = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE):
+            self._health.set(service, answer)
+
+    def close(self, grace_seconds: float = 0.5) -> None:
+        self._server.stop(grace_seconds).wait()
+
+
+class _NodeService(node_pb2_grpc.NodeServicer):
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def Status(self, request: node_pb2.StatusRequest, context: Any) -> node_pb2.StatusReply:
+        return self._node.status()
+
+    def Stats(self, request: node_pb2.StatsRequest, context: Any) -> node_pb2.StatsReply:
+        return node_pb2.StatsReply(values=self._node.values())
+
+    def ListQueues(self, request: node_pb2.ListQueuesRequest, context: Any) -> node_pb2.ListQueuesReply:
+        return self._node.queues()
+
+    def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainReply:
+        return node_pb2.DrainReply(finished=self._node.drain(request.timeout_seconds))
+
+    def ReloadMap(self, request: node_pb2.ReloadMapRequest, context: Any) -> node_pb2.ReloadMapReply:
+        try:
+            return node_pb2.ReloadMapReply(epoch=self._node.reload_map())
+        except KvstoreError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise  # abort raises itself

@@ -1,0 +1,51 @@
+"""Lines of a daemon on stderr: text on a terminal, one JSON object a line elsewhere. Never prompts, never keys."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from datetime import UTC, datetime
+from typing import TextIO
+
+
+class Log:
+    """Safe for all threads. A message repeated within `repeat_seconds` is dropped and counted in the next one."""
+
+    def __init__(self, node_id: str, stream: TextIO | None = None, repeat_seconds: float = 10.0) -> None:
+        self.node_id = node_id
+        self.stream = sys.stderr if stream is None else stream
+        self.repeat_seconds = repeat_seconds
+        self.text = self.stream.isatty()
+        self._lock = threading.Lock()
+        self._last: dict[str, tuple[datetime, int]] = {}  # message -> when it was written, how often dropped since
+
+    def info(self, message: str, **fields: object) -> None:
+        self._write("info", message, fields)
+
+    def warn(self, message: str, **fields: object) -> None:
+        self._write("warn", message, fields)
+
+    def error(self, message: str, **fields: object) -> None:
+        self._write("error", message, fields)
+
+    def _write(self, level: str, message: str, fields: dict[str, object]) -> None:
+        now = datetime.now(UTC)
+        with self._lock:
+            when, dropped = self._last.get(message, (None, 0))
+            if level != "info" and when is not None and (now - when).total_seconds() < self.repeat_seconds:
+                self._last[message] = (when, dropped + 1)
+                return
+            if level != "info":
+                self._last[message] = (now, 0)
+                while len(self._last) > 256:
+                    self._last.pop(next(iter(self._last)))
+            if dropped:
+                fields = {**fields, "repeated": dropped}
+            stamp = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            if self.text:
+                extra = "".join(f"  {key}={value}" for key, value in fields.items())
+                line = f"{stamp} {self.node_id} {'' if level == 'info' else level + ' '}{message}{extra}"
+            else:
+                line = json.dumps({"time": stamp, "level": level, "node": self.node_id, "msg": message, **fields})
+            print(line, file=self.stream, flush=True)

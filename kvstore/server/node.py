@@ -1,0 +1,350 @@
+"""One storage daemon: store, native server, eviction and its two control faces under one roof, from start to drain.
+
+    start   check directory and ports -> HTTP (alive, not ready) -> open the store -> data port -> gRPC -> eviction -> `ready {json}`
+    run     all work is on native threads and gRPC's; the main thread waits, writes a log line now and then, looks for a newer map
+    end     SIGTERM or SIGINT (or the Drain call): not ready -> no new work -> what runs is finished -> flush -> exit 0.
+            A second signal ends the process at once: the store is made for that.
+
+Epochs: the daemon knows the newest epoch of its map file. It reads the file again on SIGHUP, on ReloadMap, and when a client names a
+newer one. A WRITE of an older epoch is answered STALE_MAP; of a newer one it is taken, for readers use the list of a record's own epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.clustermap import ClusterMap
+from kvstore.clustermap import Node as Member
+from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
+from kvstore.kernels import _native
+from kvstore.metrics import EvictionMetrics, NodeFacts, flat_values, node_registry
+from kvstore.server.activity import Activity
+from kvstore.server.config import NodeConfig, capacity_of, choose_io
+from kvstore.server.http import HttpServer
+from kvstore.server.log import Log
+from kvstore.server.ports import port_fault
+from kvstore.units import format_bytes, format_seconds
+from kvstore.version import version
+
+if TYPE_CHECKING:
+    from kvstore.server.control import ControlServer
+    from kvstore.server.proto import node_pb2
+
+MAP_POLL_SECONDS: Final = 1.0
+CONTROL_GRACE_SECONDS: Final = 0.5
+
+
+class Node:
+    """A daemon in this process: `start`, `serve_until_stopped`, which ends with `stop`. `run_node` adds signals and exit codes."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.log = Log(config.node_id)
+        self.capacity_bytes = 0
+        self.map = ClusterMap.local([Member(config.node_id, config.node_id, "127.0.0.1:1")], k=1, m=0)  # replaced where a file is given
+        self.store: _native.Store | None = None
+        self.server: _native.Server | None = None
+        self.http: HttpServer | None = None
+        self.control: ControlServer | None = None
+        self.index_start = ""
+        self.drain_finished: bool | None = None  # set once drained
+        self._facts = NodeFacts()
+        self._evictions = EvictionMetrics()
+        self._registry: Any = None
+        self._started_at = time.monotonic()
+        self._draining = False
+        self._drain_seconds = config.drain_timeout_seconds
+        self._wake = threading.Event()
+        self._reload = threading.Event()
+        self._drained = threading.Event()
+        self._lock = threading.Lock()
+
+    # --- start ---
+
+    def start(self) -> None:
+        """Serves when it returns. On any error all that was taken is given back."""
+        try:
+            self._start()
+        except BaseException:
+            self._close(clean=False)
+            raise
+
+    def _start(self) -> None:
+        config, log = self.config, self.log
+        self.capacity_bytes = capacity_of(config)
+        self.map = config.load_map() or self.map
+        _raise_descriptor_limit()
+        log.info(f"kvstore {version()}, node {config.node_id} of cluster {self.map.cluster_id}, epoch {self.map.epoch}, pid {os.getpid()}")
+        log.info(f"disk {config.data_dir}, {format_bytes(self.capacity_bytes)} to use")
+        with port_fault(config.host, config.http_port, "--http-port"):
+            self.http = HttpServer(config.host, config.http_port, self.checks, self.metrics_text)
+        self._open_store()
+        assert self.store is not None
+        io, why = choose_io(config, self.capacity_bytes)
+        with port_fault(config.host, config.port, "--port"):
+            self.server = _native.Server(
+                self.store,
+                config.host,
+                config.port,
+                cluster16=self.map.tag,
+                epoch=self.map.epoch,
+                bucket_seconds=self.map.bucket_seconds,
+                io=io,
+                bulk_threads=config.bulk_threads,
+                write_threads=config.write_threads,
+                connections_max=config.connections_max,
+                write_arena_bytes=config.write_arena_bytes,
+                connection_bytes_max=config.connection_bytes_max,
+                read_arena_bytes=config.read_arena_bytes,
+                read_cache_bytes=config.read_cache_bytes,
+                read_depth=config.read_depth,
+                idle_timeout_seconds=config.idle_timeout_seconds,
+                progress_timeout_seconds=config.progress_timeout_seconds,
+            )
+        if self.server.io == io:
+            log.info(f"io {io}, {why}")
+        else:
+            log.warn(f"io {self.server.io}, {self.server.io_note}")
+        from kvstore.server.control import ControlServer  # gRPC takes 0.1 s to import: the data port is open by now
+
+        with port_fault(config.host, config.admin_port, "--admin-port"):
+            self.control = ControlServer(self, config.host, config.admin_port)
+        self._facts.capacity_bytes = self.capacity_bytes
+        self._facts.epoch = self.map.epoch
+        self._facts.retention_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
+        self._facts.started_unix_seconds = time.time()
+        self._registry = node_registry(self.server.stats, self.store.stats, self._facts, self._evictions)
+        self._facts.ready = True
+        self.control.start()
+        self.control.set_ready(True)
+        ports = {"data": self.server.port, "gRPC": self.control.port, "http": self.http.port}
+        log.info(f"serving on {', '.join(f'{self._address(port)} ({name})' for name, port in ports.items())}")
+
+    def _open_store(self) -> None:
+        directory = self.config.data_dir
+        keep = [0] * 16
+        for c in self.map.classes.values():
+            keep[c.id] = min(int(c.keep_seconds), 2**32 - 1)
+        began = time.monotonic()
+        try:
+            self.store = _native.Store(
+                str(directory),
+                capacity_bytes=self.capacity_bytes,
+                strict_sync=self.config.strict_sync,
+                bucket_seconds=self.map.bucket_seconds,
+                virtual_clock=self.config.virtual_clock,
+                retention_seconds=keep,
+            )
+        except DirectoryInUse as error:
+            raise DirectoryInUse(error.pid, str(directory)) from None
+        except RuntimeError as error:
+            raise ConfigError("E122", f"data directory {directory}", str(error), "mend that, or name another with --data") from None
+        stats = self.store.stats()
+        how = "loaded" if stats["start_mode"] == "clean" else stats["start_mode"]
+        why = f": {stats['start_reason']}" if stats["start_reason"] else ""
+        self.index_start = f"{how} in {format_seconds(time.monotonic() - began)}{why}"
+        self.log.info(f"index {self.index_start}, {stats['entries']} extents")
+
+    def announce(self) -> None:
+        """The line on stdout that whoever started this daemon waits for."""
+        print(f"ready {json.dumps(self.facts())}", flush=True)
+
+    def facts(self) -> dict[str, object]:
+        """What the ready line says. Only while serving."""
+        assert self.server and self.control and self.http
+        return {
+            "id": self.config.node_id,
+            "pid": os.getpid(),
+            "address": self._address(self.server.port),
+            "admin": self._address(self.control.port),
+            "http": self._address(self.http.port),
+            "cluster": self.map.cluster_id,
+            "epoch": self.map.epoch,
+            "boot_id": self.server.boot_id,
+            "io": self.server.io,
+            "index": self.index_start,
+        }
+
+    def _address(self, port: int) -> str:
+        return f"[{self.config.host}]:{port}" if ":" in self.config.host else f"{self.config.host}:{port}"
+
+    # --- run ---
+
+    def serve_until_stopped(self) -> int:
+        """Returns the exit code: 0 after a drain in which nothing was cut off, else 1."""
+        activity = Activity()
+        looked = logged = time.monotonic()
+        assert self.server and self.store
+        while not self._draining:
+            self._wake.wait(min(MAP_POLL_SECONDS, self.config.log_interval_seconds))
+            now = time.monotonic()
+            if self._reload.is_set() or (now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch):
+                looked = now
+                self._reload.clear()
+                self._reload_quietly()
+            if now - logged >= self.config.log_interval_seconds:
+                if line := activity.line(self.server.stats(), self.store.stats()["used_bytes"], self.capacity_bytes, now - logged):
+                    self.log.info(line)
+                logged = now
+        return self._stop()
+
+    def request_stop(self) -> None:
+        """Begins the drain; harmless twice. Safe in a signal handler."""
+        self._draining = True
+        self._wake.set()
+
+    def request_reload(self) -> None:
+        self._reload.set()
+        self._wake.set()
+
+    def reload_map(self) -> int:
+        """Reads the map again and gives the newest epoch. Raises ConfigError where it is bad; then the old one stays."""
+        with self._lock:
+            found = self.config.load_map()
+            if found is not None and found.epoch >= self.map.epoch:
+                if found.epoch > self.map.epoch:
+                    self.log.info(f"map has epoch {found.epoch}, was {self.map.epoch}")
+                self.map = found
+                self._facts.epoch = found.epoch
+                if self.server:
+                    self.server.set_epoch(found.epoch)
+            return self.map.epoch
+
+    def _reload_quietly(self) -> None:
+        try:
+            self.reload_map()
+        except KvstoreError as error:
+            self.log.error(f"map not taken, epoch {self.map.epoch} stays: {error}")
+
+    # --- end ---
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """For the Drain call: begins the drain and waits for its end. True: nothing was cut off."""
+        if timeout_seconds > 0:
+            self._drain_seconds = timeout_seconds
+        self.request_stop()
+        self._drained.wait(self._drain_seconds + 5)
+        return bool(self.drain_finished)
+
+    def _stop(self) -> int:
+        assert self.server
+        began = time.monotonic()
+        self._facts.ready = False
+        if self.control:
+            self.control.set_ready(False)
+        self.log.info(f"draining, at most {self._drain_seconds:g} s")
+        self.drain_finished = self.server.drain(self._drain_seconds)
+        if not self.drain_finished:
+            self.log.warn(f"{self.server.stats()['inflight']} requests were cut off after {self._drain_seconds:g} s")
+        self._drained.set()
+        self._close(clean=True)
+        self.log.info(f"stopped in {format_seconds(time.monotonic() - began)}")
+        return 0 if self.drain_finished else 1
+
+    def _close(self, clean: bool) -> None:
+        if self.server:
+            self.server.stop()
+        if self.control:
+            self.control.close(CONTROL_GRACE_SECONDS)
+        if self.http:
+            self.http.close()
+        if self.store:
+            self.store.close(clean)
+
+    # --- faces ---
+
+    def checks(self) -> dict[str, str]:
+        """Readiness by part: "" where it is well, else why not."""
+        return {
+            "store": "" if self.store else "starting: the index is being loaded",
+            "server": "" if self.server else "not listening yet",
+            "drain": "draining" if self._draining else "",
+        }
+
+    def metrics_text(self) -> bytes:
+        if self._registry is None:
+            return b""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry)
+
+    def values(self) -> dict[str, float]:
+        return flat_values(self._registry)
+
+    def status(self) -> node_pb2.StatusReply:
+        from kvstore.server.proto import node_pb2
+
+        assert self.server and self.store and self.control and self.http
+        server, store = self.server.stats(), self.store.stats()
+        return node_pb2.StatusReply(
+            id=self.config.node_id,
+            cluster=self.map.cluster_id,
+            epoch=self.map.epoch,
+            epoch_seen=server["epoch_seen"],
+            state=node_pb2.STATE_DRAINING if self._draining else node_pb2.STATE_READY,
+            boot_id=self.server.boot_id,
+            pid=os.getpid(),
+            version=version(),
+            uptime_seconds=time.monotonic() - self._started_at,
+            data_address=self._address(self.server.port),
+            admin_address=self._address(self.control.port),
+            http_address=self._address(self.http.port),
+            data_directory=str(self.config.data_dir),
+            io=self.server.io,
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=store["used_bytes"],
+            extents=store["entries"],
+            connections=server["connections"],
+            requests_in_flight=server["inflight"],
+            index_start=self.index_start,
+        )
+
+    def queues(self) -> node_pb2.ListQueuesReply:
+        from kvstore.server.proto import node_pb2
+
+        assert self.server
+        stats = self.server.stats()
+        return node_pb2.ListQueuesReply(
+            queues=[node_pb2.Queue(op=op, requests=count) for op, count in stats["queued"].items()],
+            write_bytes=stats["write_arena_used_bytes"],
+            write_bytes_max=self.config.write_arena_bytes,
+            read_head_bytes=stats["read_head_bytes"],
+            read_head_bytes_max=stats["read_head_bytes_max"],
+        )
+
+
+def run_node(config: NodeConfig) -> int:
+    """Runs a daemon until a signal (or the Drain call) ends it; returns its exit code. Call it from the main thread.
+
+    Raises KvstoreError, with its one line, when it cannot start.
+    """
+    node = Node(config)
+    signals = 0
+
+    def on_stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            os._exit(128 + signum)  # told twice: at once; what is on disk is whole by construction
+        node.request_stop()
+
+    node.start()  # until here a signal simply ends the process: nothing was promised to anyone
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, on_stop)
+    signal.signal(signal.SIGHUP, lambda *_: node.request_reload())
+    node.announce()
+    return node.serve_until_stopped()
+
+
+def _raise_descriptor_limit() -> None:
+    """Connections and segments need more than the 1,024 of a login shell; the hard limit is the system's word."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

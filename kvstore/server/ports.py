@@ -1,0 +1,26 @@
+"""Faults of listening, as one line that says who has the port and what to do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvstore.errors import ConfigError
+
+
+@contextmanager
+def port_fault(host: str, port: int, flag: str) -> Iterator[None]:
+    """Turns an OSError of bind or listen inside into ConfigError E107 or E124."""
+    try:
+        yield
+    except OSError as error:
+        in_use = error.errno == errno.EADDRINUSE or "in use" in str(error).lower()
+        if in_use or error.errno is None:
+            from kvstore.server.local import port_owner  # reads /proc: only when something went wrong
+
+            raise ConfigError("E107", f"port {port} is in use{port_owner(port)}", fix=f"stop it, or {flag} N") from None
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            "E124", f"cannot listen on {host}:{port}", reason, f"give an address of this host with --host, or {flag} N"
+        ) from None

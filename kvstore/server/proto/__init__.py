@@ -1,0 +1,1 @@
+"""Generated from node.proto by scripts/protobuf.py. Edit the .proto, run that, commit both."""
