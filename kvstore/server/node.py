@@ -304,6 +304,7 @@ class Node:
             connections=server["connections"],
             requests_in_flight=server["inflight"],
             index_start=self.index_start,
+            unix_seconds=time.time(),
         )
 
     def queues(self) -> node_pb2.ListQueuesReply:

@@ -23,7 +23,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("id", "cluster", "epoch", "epoch_seen", "state", "boot_id", "pid", "version", "uptime_seconds", "data_address", "admin_address", "http_address", "data_directory", "io", "capacity_bytes", "used_bytes", "extents", "connections", "requests_in_flight", "index_start")
+    __slots__ = ("id", "cluster", "epoch", "epoch_seen", "state", "boot_id", "pid", "version", "uptime_seconds", "data_address", "admin_address", "http_address", "data_directory", "io", "capacity_bytes", "used_bytes", "extents", "connections", "requests_in_flight", "index_start", "unix_seconds")
     ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class StatusReply(_message.Message):
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     INDEX_START_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     cluster: str
     epoch: int
@@ -64,7 +65,8 @@ class StatusReply(_message.Message):
     connections: int
     requests_in_flight: int
     index_start: str
-    def __init__(self, id: _Optional[str] = ..., cluster: _Optional[str] = ..., epoch: _Optional[int] = ..., epoch_seen: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., boot_id: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., http_address: _Optional[str] = ..., data_directory: _Optional[str] = ..., io: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., connections: _Optional[int] = ..., requests_in_flight: _Optional[int] = ..., index_start: _Optional[str] = ...) -> None: ...
+    unix_seconds: float
+    def __init__(self, id: _Optional[str] = ..., cluster: _Optional[str] = ..., epoch: _Optional[int] = ..., epoch_seen: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., boot_id: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., http_address: _Optional[str] = ..., data_directory: _Optional[str] = ..., io: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., connections: _Optional[int] = ..., requests_in_flight: _Optional[int] = ..., index_start: _Optional[str] = ..., unix_seconds: _Optional[float] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
