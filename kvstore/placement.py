@@ -87,6 +87,7 @@ class Losses:
     shards_per_host_max: int
     shards_per_node_max: int
     m: int
+    lost: int = 0  # nodes taken as gone already
     readable: bool = True  # False: more is lost already than the code survives, so some extents cannot be read
 
     @property
@@ -95,12 +96,14 @@ class Losses:
         return self.hosts >= self.m
 
     def __str__(self) -> str:
+        more = "more " if self.lost else ""
+
         def phrase(count: int, noun: str) -> str:
-            return f"NO {noun}" if count == 0 else f"any {count} {noun}{'s' if count > 1 else ''}"
+            return f"NO {more}{noun}" if count == 0 else f"any {count} {more}{noun}{'s' if count > 1 else ''}"
 
         if not self.readable:
             return "some extents cannot be read: more shards are lost than the code survives"
-        if self.full:
+        if self.shards_per_host_max == 1:
             return f"reads survive {phrase(self.hosts, 'host')} lost"
         return (
             f"reads survive {phrase(self.hosts, 'host')} lost, {phrase(self.nodes, 'node')} lost: "
@@ -180,7 +183,7 @@ class Placement:
         spare = self.m - gone.sum(axis=1)
         if len(self._disks) >= self.shards_count:  # one shard a host: every host lost costs at most one
             left = int(spare.min())
-            return Losses(max(left, 0), max(left, 0), 1, 1, self.m, readable=left >= 0)
+            return Losses(max(left, 0), max(left, 0), 1, 1, self.m, len(lost), left >= 0)
         host_of = {int(o): h for h, disks in enumerate(self._disks) for o in (node.ordinal for node in disks)}
         hosts, nodes, per_host_max, per_node_max = self.m, self.m, 1, 1
         for row, spent in {(tuple(row), int(left)) for row, left in zip(table.tolist(), spare, strict=True)}:
@@ -190,7 +193,7 @@ class Placement:
             nodes = min(nodes, _losable(sorted(by_node.values(), reverse=True), spent))
             per_host_max = max(per_host_max, *by_host.values(), 1)
             per_node_max = max(per_node_max, *by_node.values(), 1)
-        return Losses(hosts, nodes, per_host_max, per_node_max, self.m, readable=int(spare.min()) >= 0)
+        return Losses(hosts, nodes, per_host_max, per_node_max, self.m, len(lost), int(spare.min()) >= 0)
 
     def _place(self, groups: _U64) -> NDArray[np.int32]:
         host_scores = scores(groups, self._host_seeds, self._host_weights)

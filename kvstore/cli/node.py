@@ -1,0 +1,30 @@
+"""`kvstore node`: one storage daemon in the foreground. Its flags are the daemon's own (kvstore/server/config.py)."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvstore.server.config import add_node_arguments, config_from_args
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "node",
+        help="one storage daemon: one process per SSD",
+        description="Serves one data directory until SIGTERM or Ctrl-C, which drains: no new work, what runs is finished, flush, exit 0.",
+        epilog="""\
+examples:
+  kvstore node --data /data/nvme0 --capacity 3.6TB --map map.toml --id node-07
+  kvstore node --data /tmp/try                     a cluster of one, for trying out
+""",
+    )
+    add_node_arguments(parser, map_argument=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvstore.server.node import run_node
+
+    path = args.settings["map"]
+    args.map = None if path is None else str(path)
+    return run_node(config_from_args(args))

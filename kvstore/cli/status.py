@@ -1,0 +1,149 @@
+"""`kvstore status`: is the cluster well; what is wrong, worst first; what to do; may one more host go."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.cli.cluster import NodeReport, ask_nodes, find_map, require_some
+from kvstore.cli.health import evaluate, overall
+from kvstore.cli.output import STYLES, Output, rfc3339_now
+from kvstore.clustermap import ClusterMap
+from kvstore.errors import Refused
+from kvstore.placement import Losses, Placement
+from kvstore.units import format_bytes, format_seconds
+from kvstore.version import version
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "status",
+        help="is the cluster well, and if not, what to do",
+        description="Asks every node and says what is wrong, worst first. Exit 0 for OK and WARN, 1 for ERR, 3 where no node answers.",
+        epilog="""\
+examples:
+  kvstore status
+  kvstore status --nodes                 a row for every node
+  kvstore status --without node-07       may I take this node away? exit 4: no
+  kvstore status --json | jq .data.space
+  kvstore status --nagios                one line, exit 0/1/2/3
+""",
+    )
+    parser.add_argument("--nodes", dest="rows", action="store_true", help="a row for every node, not only for those that are unwell")
+    parser.add_argument("--without", metavar="NODE", action="append", default=[], help="judge as if this node were gone (repeatable)")
+    parser.add_argument("--fail-on", choices=("warn", "err"), default="err", help="from which severity on the exit code is 1 (default err)")
+    parser.add_argument("--nagios", action="store_true", help="one line; exit 0 OK, 1 WARN, 2 ERR, 3 unreachable")
+
+
+def run(args: argparse.Namespace) -> int:
+    cluster_map = find_map(args)
+    without = [cluster_map.node(name) for name in args.without]
+    reports = ask_nodes(cluster_map.newest.nodes, args.settings["timeout"])
+    require_some(reports, cluster_map)
+    health = evaluate(cluster_map, reports)
+    word = overall(health)
+    placement = Placement(cluster_map)
+    lost = {report.node.ordinal for report in reports if not report.up}
+    losses = placement.losses_survived(lost)
+    data = _data(cluster_map, reports, losses, word)
+    args.out.result(data, health=health, cluster=cluster_map.cluster_id, epoch=cluster_map.epoch)
+    if args.nagios:
+        return _nagios(args.out, word, health, reports)
+    _show(args.out, cluster_map, reports, health, word, losses, args.rows or args.verbose)
+    if without:
+        _judge(args.out, placement, lost, {node.ordinal for node in without}, args.without)
+    return int(word == "ERR" or (word == "WARN" and args.fail_on == "warn"))
+
+
+def _show(
+    out: Output, cluster_map: ClusterMap, reports: Sequence[NodeReport], health: Sequence[Any], word: str, losses: Losses, rows: bool
+) -> None:
+    up = [report for report in reports if report.up]
+    out.line(f"cluster  {cluster_map.cluster_id}   epoch {cluster_map.epoch}   {version()}   {rfc3339_now()}")
+    count = sum(check.severity != "INFO" for check in health)
+    out.line(f"health   {word}" + (f"  {count} check{'s' if count != 1 else ''}" if count else ""), style=STYLES.get(word, "green"))
+    width = max((len(check.code) for check in health), default=0)
+    for check in health:
+        subject = "" if check.subject == "cluster" else f"{check.subject} "
+        out.line(
+            f"  {check.severity:<4} {check.code:<{width}}  {subject}{check.summary}     kvstore explain {check.code}",
+            STYLES.get(check.severity),
+        )
+    out.line(f"nodes    {len(up)} of {len(reports)} up   {cluster_map.k}+{cluster_map.m}   {losses}")
+    used, capacity = sum(report.used_bytes for report in up), sum(report.capacity_bytes for report in up)
+    share = cluster_map.k / (cluster_map.k + cluster_map.m)
+    percent = f" ({100 * used / capacity:.0f} %)" if capacity else ""
+    out.line(f"space    {format_bytes(used)} of {format_bytes(capacity)} raw{percent} = {format_bytes(used * share)} of cache")
+    if rows:
+        columns = ("node", "state", "address", "pid", "used", "of", "shards", "epoch", "up", "io")
+        out.table(columns, [_row(report) for report in sorted(reports, key=lambda report: (report.up, report.node.id))])
+
+
+def _row(report: NodeReport) -> list[Any]:
+    if not report.up:
+        return [report.node.id, "down", report.node.address, *[None] * 7]
+    return [
+        report.node.id,
+        report.state,
+        report.node.address,
+        report.pid,
+        format_bytes(report.used_bytes),
+        format_bytes(report.capacity_bytes),
+        report.extents,
+        report.epoch,
+        format_seconds(report.uptime_seconds),
+        report.io,
+    ]
+
+
+def _judge(out: Output, placement: Placement, lost: set[int], without: set[int], names: Sequence[str]) -> None:
+    """Refuses where taking these away would make some extent unreadable."""
+    rest = placement.losses_survived(lost | without)
+    if not rest.readable:
+        what = f"without {', '.join(names)} some extents cannot be read"
+        raise Refused("E302", what, f"{len(lost)} down already" if lost else "", "bring the others back first")
+    out.line(f"without  {', '.join(names)}: everything can still be read; then {rest}")
+
+
+def _nagios(out: Output, word: str, health: Sequence[Any], reports: Sequence[NodeReport]) -> int:
+    worst = f"; {health[0].code} {health[0].subject}: {health[0].summary}" if word != "OK" else ""
+    up = sum(report.up for report in reports)
+    out.line(f"KVSTORE {word} - {up} of {len(reports)} nodes up{worst} | nodes_up={up} checks={len(health)}")
+    return {"OK": 0, "WARN": 1, "ERR": 2}[word]
+
+
+def _data(cluster_map: ClusterMap, reports: Sequence[NodeReport], losses: Losses, word: str) -> dict[str, Any]:
+    up = [report for report in reports if report.up]
+    return {
+        "status": word,
+        "k": cluster_map.k,
+        "m": cluster_map.m,
+        "nodes_up": len(up),
+        "nodes_total": len(reports),
+        "hosts_losable": losses.hosts,
+        "nodes_losable": losses.nodes,
+        "readable": losses.readable,
+        "space": {"used_bytes": sum(r.used_bytes for r in up), "capacity_bytes": sum(r.capacity_bytes for r in up)},
+        "nodes": [
+            {
+                "id": r.node.id,
+                "host": r.node.host,
+                "address": r.node.address,
+                "admin_address": r.node.admin_address,
+                "http_address": r.node.metrics_address or None,
+                "state": r.state,
+                "error": r.error or None,
+                "pid": r.pid or None,
+                "epoch": r.epoch if r.up else None,
+                "version": r.version or None,
+                "io": r.io or None,
+                "used_bytes": r.used_bytes if r.up else None,
+                "capacity_bytes": r.capacity_bytes if r.up else None,
+                "extents": r.extents if r.up else None,
+                "uptime_seconds": r.uptime_seconds if r.up else None,
+                "clock_offset_seconds": r.clock_offset_seconds,
+            }
+            for r in reports
+        ],
+    }

@@ -1,0 +1,182 @@
+"""status, stats and node against real daemons: words, exit codes and JSON, well and unwell."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_tool import Cli
+
+from kvstore.cli.cluster import NodeReport
+from kvstore.cli.codes import HEALTH
+from kvstore.cli.health import evaluate, overall
+from kvstore.clustermap import ClusterMap, Node
+from kvstore.server.local import LocalCluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), 12, capacity_bytes=128 << 20) as running:
+        yield running
+
+
+@pytest.fixture
+def cli(tmp_path: Path, cluster: LocalCluster) -> Cli:
+    return Cli(tmp_path, KVSTORE_MAP=str(cluster.map_path))
+
+
+def test_a_well_cluster_is_ok(cli: Cli) -> None:
+    ran = cli.run("status")
+    assert ran.code == 0 and ran.stderr == ""
+    lines = ran.stdout.splitlines()
+    assert lines[0].startswith("cluster  dev   epoch 1   0.") and lines[1] == "health   OK"
+    assert lines[2] == "nodes    12 of 12 up   10+2   reads survive any 2 hosts lost"
+    assert "node-11" in cli.run("status", "--nodes").stdout
+    envelope = cli.run("status", "--json").json
+    assert envelope["ok"] and envelope["cluster"] == "dev" and envelope["epoch"] == 1 and envelope["health"] == []
+    assert envelope["data"]["nodes_up"] == 12 and all(abs(n["clock_offset_seconds"]) < 0.25 for n in envelope["data"]["nodes"])
+
+
+def test_lost_nodes_are_told_worst_first_with_the_next_command(cli: Cli, cluster: LocalCluster) -> None:
+    cluster.kill(7)
+    try:
+        ran = cli.run("status")
+        assert ran.code == 0 and "health   WARN  2 checks" in ran.stdout
+        assert "NODE_DOWN           node-07 does not answer: connection refused     kvstore explain NODE_DOWN" in ran.stdout
+        assert "11 of 12 up   10+2   reads survive any 1 more host lost" in ran.stdout
+        assert cli.run("status", "--fail-on", "warn").code == 1
+        nagios = cli.run("status", "--nagios")
+        assert nagios.code == 1 and nagios.stdout.startswith("KVSTORE WARN - 11 of 12 nodes up") and nagios.stdout.count("\n") == 1
+        spare = cli.run("status", "--without", "node-03")
+        assert spare.code == 0 and "without  node-03: everything can still be read" in spare.stdout
+        refused = cli.run("status", "--without", "node-03", "--without", "node-04")
+        refused.refused(4, "E302", "some extents cannot be read", "1 down already")
+        assert cli.run("status", "--without", "node-03", "--without", "node-04", "--json").json["error"]["code"] == "E302"
+        cluster.kill(8)
+        cluster.kill(9)
+        bad = cli.run("status")
+        assert bad.code == 1 and "health   ERR" in bad.stdout and "cannot be read" in bad.stdout
+    finally:
+        for node in (7, 8, 9):
+            cluster.restart(node)
+    assert cli.run("status").code == 0
+
+
+def test_a_node_that_stands_still_is_down_within_the_timeout(cli: Cli, cluster: LocalCluster) -> None:
+    cluster.kill(2, signal.SIGSTOP)
+    try:
+        ran = cli.run("status", "--timeout", "500ms")
+        assert "node-02 does not answer: no answer in 0.5 s" in ran.stdout
+    finally:
+        cluster.kill(2, signal.SIGCONT)
+
+
+def test_no_cluster_and_no_answer_have_their_own_exit_codes(cli: Cli, tmp_path: Path, cluster: LocalCluster) -> None:
+    cli.run("status", KVSTORE_MAP="").refused(2, "E141", "kvstore up")
+    cli.run("status", "--map", "nowhere.toml").refused(2, "nowhere.toml")
+    cli.run("status", "--without", "node-99").refused(2, 'node "node-99" is not in the map')
+    closed = ClusterMap.local([Node("node-00", "host-a", "127.0.0.1:1", "127.0.0.1:2")])
+    closed.save(tmp_path / "closed.toml")
+    for command in ("status", "stats"):
+        cli.run(command, "--map", "closed.toml").refused(3, "E202", "connection refused")
+    assert cli.run("status", "--map", "closed.toml", "--json").json["error"]["code"] == "E202"
+
+
+def test_stats_prints_rows_and_dashes_where_there_is_no_traffic(cli: Cli) -> None:
+    ran = cli.run("stats", "--interval", "200ms", "-n", "2")
+    assert ran.code == 0 and ran.stderr == "0.4 s: no traffic\n"
+    header, units, *rows = ran.stdout.splitlines()
+    assert header.split()[:3] == ["time", "read", "write"] and units.split()[0] == "UTC" and len(rows) == 2
+    assert rows[0].split()[1:10] == ["-"] * 9 and rows[0].split()[-1] == "12"
+    frames = [json.loads(line) for line in cli.run("stats", "--interval", "200ms", "-n", "2", "--json").stdout.splitlines()]
+    assert len(frames) == 2 and all(f["schema"] == "kvstore.stats/1" and f["data"]["read_bytes_per_second"] is None for f in frames)
+    table = cli.run("stats", "--interval", "200ms", "-n", "2", "--csv").stdout.splitlines()
+    assert table[0].startswith("time,read_bytes_per_second,") and len(table) == 3
+    cli.run("stats", "--interval", "0").refused(2, "0.1s to 1d")
+
+
+def test_stats_ends_with_130_on_ctrl_c_and_sums_up(cli: Cli) -> None:
+    process = cli.start("stats", "--interval", "200ms")
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130 and "no traffic" in stderr and "error[E701] interrupted" in stderr
+
+
+def test_a_node_serves_alone_and_drains_on_sigterm(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    process = cli.start("node", "--data", "data", "--capacity", "100MB", KVSTORE_MAP="")
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    assert ready.startswith("ready {") and json.loads(ready[6:])["id"] == "node-00"
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0 and '"msg": "stopped in' in log
+
+
+def test_a_node_that_cannot_start_says_why_in_one_line(cli: Cli, tmp_path: Path, cluster: LocalCluster) -> None:
+    cli.run("node").refused(2, "--data")
+    cli.run("node", "--data", "absent", KVSTORE_MAP="").refused(2, "E122", "absent", "does not exist", "mkdir -p")
+    (tmp_path / "file").write_text("")
+    cli.run("node", "--data", "file", KVSTORE_MAP="").refused(2, "is not a directory")
+    (tmp_path / "data").mkdir()
+    cli.run("node", "--data", "data", "--capacity", "4T8", KVSTORE_MAP="").refused(2, '--capacity "4T8" not understood', "4.8TB")
+    cli.run("node", "--data", "data", "--id", "node-77").refused(2, 'node "node-77" is not in the map')
+    used = cli.run("node", "--data", cluster.node_directory(0), KVSTORE_MAP="")
+    assert used.code == 2 and f"in use by pid {cluster.pid(0)}" in used.stderr.splitlines()[-1]
+    port = cluster.map.nodes[0].address.rpartition(":")[2]
+    taken = cli.run("node", "--data", "data", "--port", port, KVSTORE_MAP="")
+    assert taken.code == 2 and f"port {port} is in use by pid {cluster.pid(0)}" in taken.stderr.splitlines()[-1]
+
+
+def report(cluster_map: ClusterMap, at: int, **changes: object) -> NodeReport:
+    node = cluster_map.nodes[at]
+    base = NodeReport(node, "ready", epoch=1, version="0.1.0", pid=100 + at, capacity_bytes=1000, used_bytes=10, clock_offset_seconds=0.0)
+    return replace(base, **changes)  # type: ignore[arg-type] # the tests name real fields
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "severity"),
+    [
+        ({"state": "down", "error": "connection refused"}, "NODE_DOWN", "WARN"),
+        ({"epoch": 0}, "NODE_EPOCH_BEHIND", "WARN"),
+        ({"clock_offset_seconds": -0.4, "answer_seconds": 0.1}, "CLOCK_SKEW", "WARN"),
+        ({"values": {'kvstore_disk_errors_total{kind="checksum"}': 3.0}}, "CHECKSUM_ERRORS", "WARN"),
+        ({"values": {'kvstore_disk_errors_total{kind="checksum"}': 300.0}}, "CHECKSUM_ERRORS", "ERR"),
+        ({"values": {'kvstore_index_starts_total{mode="rebuild"}': 1.0}}, "INDEX_REBUILT", "INFO"),
+        ({"version": "0.2.0"}, "VERSION_MIXED", "WARN"),
+        ({"used_bytes": 995, "values": {'kvstore_node_requests_total{op="write",result="no_space"}': 5.0}}, "EVICTION_STALLED", "ERR"),
+    ],
+)
+def test_each_check_fires_on_its_fault_and_not_without(changes: dict[str, object], code: str, severity: str) -> None:
+    where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(13)])
+    well = [report(where, i) for i in range(13)]
+    assert evaluate(where, well) == []
+    found = evaluate(where, [report(where, 0, **changes), *well[1:]])
+    assert code in {check.code for check in found}
+    assert next(check for check in found if check.code == code).severity == severity
+    assert all(check.code in HEALTH and check.fix for check in found)
+    assert overall(found) == (severity if severity != "INFO" else "OK")
+
+
+def test_a_clock_is_not_blamed_for_a_slow_path_nor_a_full_node_that_evicts() -> None:
+    where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(12)])
+    values = {'kvstore_node_requests_total{op="write",result="no_space"}': 5.0, 'kvstore_evicted_bytes_total{reason="lru"}': 9.0}
+    slow = report(where, 0, clock_offset_seconds=0.4, answer_seconds=0.5)
+    busy = report(where, 1, used_bytes=999, values=values)
+    assert evaluate(where, [slow, busy, *(report(where, i) for i in range(2, 12))]) == []
+
+
+def test_too_few_hosts_are_told() -> None:
+    three = ClusterMap.local([Node(f"node-{i:02}", "host-a", f"127.0.0.1:{7000 + i}") for i in range(12)])
+    found = evaluate(three, [report(three, i) for i in range(12)])
+    assert [check.code for check in found] == ["LOSSES_NOT_SURVIVED"] and "NO host" in found[0].summary
+    thirteen = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(13)])
+    found = evaluate(thirteen, [report(thirteen, 0, state="down", error="x"), *(report(thirteen, i) for i in range(1, 13))])
+    assert [check.code for check in found] == ["HOSTS_NO_MARGIN", "NODE_DOWN"]
