@@ -255,6 +255,7 @@ class EvictionMetrics:
         self.ages: dict[str, Histogram] = {}
 
     def evicted(self, retention_class: str, reason: str, sizes_bytes: Sequence[int], ages_seconds: Sequence[float]) -> None:
+        retention_class = retention_class if retention_class in CLASSES else "other"  # operators' own classes
         key = retention_class, reason
         self.extents[key] = self.extents.get(key, 0) + len(sizes_bytes)
         self.bytes[key] = self.bytes.get(key, 0) + sum(sizes_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore import metrics
 from kvstore.kernels import _native
 from kvstore.metrics import AGE_BOUNDS_SECONDS, CLIENT, COMMON, LATENCY_BOUNDS_SECONDS, NODE, OPS, EvictionMetrics, NodeFacts
+from kvstore.server.local import LocalCluster
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
 
@@ -130,3 +132,21 @@ def test_the_document_lists_exactly_what_is_exported() -> None:
         kind, labels, text = written[m.name]
         assert kind == m.kind and text.strip() == m.help, m.name
         assert {label.rstrip(",") for label in labels} == set(m.labels), m.name
+
+
+def test_a_daemon_exports_this_table_from_its_first_second(tmp_path: Path) -> None:
+    with (
+        LocalCluster(tmp_path, 1, capacity_bytes=128 << 20) as cluster,
+        urllib.request.urlopen(f"http://{cluster.map.nodes[0].metrics_address}/metrics", timeout=10) as answer,
+    ):
+        text = answer.read().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert set(families) == {m.name.removesuffix("_total") for m in (*COMMON, *NODE)}
+    assert {m.name: len(families[m.name.removesuffix("_total")].samples) for m in NODE if m.kind != "histogram"} == {
+        m.name: len(list(m.series())) for m in NODE if m.kind != "histogram"
+    }
+    one = {name: family.samples[0].value for name, family in families.items() if len(family.samples) == 1}
+    assert one["kvstore_node_ready"] == 1 and one["kvstore_epoch"] == 1 and one["kvstore_disk_capacity_bytes"] == 128 << 20
+    assert one["kvstore_node_start_timestamp_seconds"] > 1.7e9
+    contract = {sample.labels["retention_class"]: sample.value for sample in families["kvstore_retention_contract_seconds"].samples}
+    assert contract["chat"] == 7 * 86400 and contract["agent"] == 3 * 86400

@@ -123,6 +123,9 @@ ERRORS: Final = {
     "E202": ErrorCode("no node of the cluster answers", ("the cluster is stopped", "wrong map", "network"), "kvstore up, or correct --map"),
     "E302": ErrorCode("a node cannot be spared now", ("others are down",), "bring the others back first"),
     "E301": ErrorCode("refused for safety", ("it would overwrite or erase something",), "add the flag that the message names"),
+    "E402": ErrorCode("bytes came back that are not those stored", ("a fault of kvstore or of memory",), "keep everything and report it"),
+    "E403": ErrorCode("a stored file is not all there", ("evicted: its class is over", "too many nodes are down"), "put it again"),
+    "E404": ErrorCode("a store failed", ("fewer than k nodes took it", "disks full"), "kvstore status"),
     "E701": ErrorCode("interrupted", ("Ctrl-C",), "start it again"),
     "E999": ErrorCode("a bug in kvstore", (), "report it with the crash file"),
 }  # fmt: skip
