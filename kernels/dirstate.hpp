@@ -8,8 +8,9 @@ namespace kv {
 
 struct DirectoryInUse : std::runtime_error {
   DirectoryInUse(const std::string& dir, long holder)
-      : std::runtime_error("data directory " + dir + " is in use by pid " + std::to_string(holder)), pid(holder) {}
+      : std::runtime_error("data directory " + dir + " is in use by pid " + std::to_string(holder)), pid(holder), directory(dir) {}
   long pid;
+  std::string directory;
 };
 
 // Exclusive flock on DIR/LOCK for the life of this object. Throws DirectoryInUse.

@@ -262,19 +262,14 @@ MDB_txn* Index::begin_write() {
   return txn;
 }
 
-uint64_t Index::bytes_used() const {
-  MDB_txn* txn = nullptr;
-  uint64_t pages = 0;
-  if (mdb_txn_begin(env, nullptr, MDB_RDONLY, &txn)) return 0;
+uint64_t Index::bytes_used(MDB_txn* txn) const {
+  uint64_t bytes = 0;
   for (MDB_dbi dbi : {extents, recency, freed, meta}) {
     MDB_stat s;
-    if (mdb_stat(txn, dbi, &s) == 0) pages += s.ms_branch_pages + s.ms_leaf_pages + s.ms_overflow_pages;
+    if (mdb_stat(txn, dbi, &s) == 0) bytes += (s.ms_branch_pages + s.ms_leaf_pages + s.ms_overflow_pages) * s.ms_psize;
   }
-  mdb_txn_abort(txn);
-  return pages * 4096;
+  return bytes;
 }
-
-double Index::map_share() const { return double(bytes_used()) / double(map_bytes_); }
 
 uint64_t Index::entries() const {
   MDB_txn* txn = nullptr;

@@ -106,8 +106,8 @@ class Index {
   MDB_txn* begin_write();            // throws IndexFault; one at a time, ended by the thread that began it
   void sync() { mdb_env_sync(env, 1); }
   // Share of the map that tables hold. Deletions need free pages too (copy on write), so puts stop before 1.
-  double map_share() const;
-  uint64_t bytes_used() const;       // pages of all tables, x 4 KiB
+  double map_share(MDB_txn* txn) const { return double(bytes_used(txn)) / double(map_bytes_); }
+  uint64_t bytes_used(MDB_txn* txn) const;   // pages of all tables
   uint64_t entries() const;
 
   MDB_env* env = nullptr;

@@ -107,7 +107,11 @@ class Pins {
   Shard shards_[SHARDS];
 };
 
-struct Touch { uint32_t bucket; uint8_t retention_class; };
+struct Touch {
+  uint32_t bucket;
+  uint8_t retention_class;
+  bool operator==(const Touch&) const = default;
+};
 
 // Last uses waiting for the next flush. Past the bound a touch is dropped and counted: the extent then looks a little older.
 class Touches {
@@ -129,9 +133,17 @@ class Touches {
     std::lock_guard lock(mutex_);
     return map_.contains(name);
   }
-  Map take() {
+  std::vector<std::pair<NameKey, Touch>> some(size_t count_max) {
     std::lock_guard lock(mutex_);
-    return std::exchange(map_, {});
+    std::vector<std::pair<NameKey, Touch>> out;
+    for (auto it = map_.begin(); it != map_.end() && out.size() < count_max; ++it) out.emplace_back(*it);
+    return out;
+  }
+  // These are in the index; what was touched again meanwhile stays.
+  void done(const std::vector<std::pair<NameKey, Touch>>& touches) {
+    std::lock_guard lock(mutex_);
+    for (const auto& [name, touch] : touches)
+      if (const auto it = map_.find(name); it != map_.end() && it->second == touch) map_.erase(it);
   }
   size_t size() {
     std::lock_guard lock(mutex_);

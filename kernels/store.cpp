@@ -16,6 +16,7 @@ namespace {
 
 constexpr uint32_t PIN_SECONDS_MAX = 600;
 constexpr double MAP_SHARE_MAX = 0.85;   // of the index's map: copy on write needs free pages to delete, too
+constexpr int64_t FREEING_BYTES_MAX = 256 << 20;
 constexpr size_t REPLY_BYTES_MAX = wire::SMALL_BODY_MAX - 4096;
 
 bool has_prefix(const MDB_val& key, const uint8_t* prefix, size_t bytes) {
@@ -303,16 +304,21 @@ Status StoreImpl::open_read(const Owner& owner, const wire::ReadExtent& extent, 
 
 Status StoreImpl::room_for(uint64_t padded_bytes) {
   const int64_t need = int64_t(padded_bytes);
-  if (config_.capacity_bytes && used_bytes_ + freeing_bytes_ + writing_bytes_ + need > int64_t(config_.capacity_bytes)) return Status::NO_SPACE;
+  if (config_.capacity_bytes) {
+    const int64_t capacity = int64_t(config_.capacity_bytes);
+    if (used_bytes_ + writing_bytes_ + need > capacity) return Status::NO_SPACE;
+    // What is deleted keeps its bytes for a second or two until it is punched: allowed for a while, or paced freeing would stop writes.
+    if (freeing_bytes_ > capacity / 8 + FREEING_BYTES_MAX) return Status::NO_SPACE;
+  }
   if (disk_free_ - need < int64_t(config_.disk_reserve_bytes)) return Status::NO_SPACE;
   if (map_share_ > MAP_SHARE_MAX) return Status::NO_SPACE;
   return Status::OK;
 }
 
-void StoreImpl::poke_pressure() {
+void StoreImpl::poke_pressure(uint64_t wanted_bytes) {
   {
     std::lock_guard lock(pressure_mutex_);
-    pressed_ = true;
+    wanted_bytes_ += wanted_bytes;
   }
   pressure_cv_.notify_all();
 }
@@ -346,7 +352,7 @@ Status StoreImpl::put(uint8_t* record, uint64_t bytes) {
   const uint64_t padded = align_up(bytes, RECORD_ALIGN);
   if (const Status status = room_for(padded); status != Status::OK) {
     counters_.puts_no_space++;
-    poke_pressure();
+    poke_pressure(padded);
     return status;
   }
   writing_bytes_ += int64_t(padded);
@@ -374,11 +380,11 @@ Status StoreImpl::put(uint8_t* record, uint64_t bytes) {
       counters_.puts++;
       counters_.put_bytes += bytes;
       disk_free_ -= int64_t(padded);
-      if (used_bytes() > pressure_at_) poke_pressure();
+      if (used_bytes() > pressure_at_) poke_pressure(0);
       break;
     case Status::NO_SPACE:
       counters_.puts_no_space++;
-      poke_pressure();
+      poke_pressure(padded);
       break;
     case Status::EXISTS: counters_.puts_existing++; break;
     case Status::IO_ERROR: counters_.io_errors++; break;

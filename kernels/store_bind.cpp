@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 
+#include "bind.hpp"
 #include "store_impl.hpp"
 
 namespace nb = nanobind;
@@ -146,12 +147,14 @@ nb::list queues(Store& store) {
   return out;
 }
 
-nb::list peek(Store& store, uint8_t retention_class, const nb::bytes& owner, uint32_t limit) {
+nb::list peek(Store& store, uint8_t retention_class, const nb::bytes& owner, uint32_t limit, const nb::bytes& after) {
   const QueueId queue{retention_class, fixed<OWNER_BYTES>(owner, "owner")};
+  const bool past = after.size() > 0;
+  const RecencyKey from = past ? fixed<RECENCY_KEY_BYTES>(after, "after") : RecencyKey{};
   std::vector<PeekedRow> rows;
   {
     nb::gil_scoped_release free;
-    rows = impl(store).peek(queue, limit);
+    rows = impl(store).peek(queue, limit, past ? &from : nullptr);
   }
   nb::list out;
   for (const PeekedRow& r : rows) out.append(nb::make_tuple(bucket_of_recency(r.row.data()), to_bytes(r.row.data(), RECENCY_KEY_BYTES), r.bytes));
@@ -168,7 +171,7 @@ nb::list evict(Store& store, const nb::list& rows, uint32_t reason) {
     gone = impl(store).evict(keys, GhostReason(reason));
   }
   nb::list out;
-  for (const Evicted& e : gone) out.append(nb::make_tuple(e.retention_class, e.bytes, e.age_seconds));
+  for (const Evicted& e : gone) out.append(nb::make_tuple(e.row, e.retention_class, e.bytes, e.age_seconds));
   return out;
 }
 
@@ -193,6 +196,7 @@ nb::dict stats(Store& store) {
   nb::dict out;
   for (const auto& [name, value] : rows) out[name.c_str()] = value;
   out["start_mode"] = name_of(impl(store).start_mode());
+  out["last_fault"] = impl(store).last_fault();
   out["start_reason"] = impl(store).start_reason();
   return out;
 }
@@ -239,8 +243,18 @@ std::unique_ptr<Store> make_store(const std::string& dir, uint64_t capacity_byte
   config.virtual_clock = virtual_clock;
   config.disk_reserve_bytes = disk_reserve_bytes;
   if (!retention_seconds.is_none()) config.retention_seconds = retentions_of(nb::cast<nb::sequence>(retention_seconds));
-  nb::gil_scoped_release free;
-  return Store::open(config);
+  std::string why;
+  {
+    nb::gil_scoped_release free;
+    try {
+      return Store::open(config);
+    } catch (const DirectoryInUse&) {
+      throw;
+    } catch (const std::runtime_error& e) {
+      why = e.what();
+    }
+  }
+  raise_fault("ConfigError", "E122", "data directory " + dir, why);
 }
 
 // DirectoryInUse carries the pid: the vocabulary's class where it can be imported.
@@ -249,7 +263,7 @@ void translate(const std::exception_ptr& p, void*) {
     std::rethrow_exception(p);
   } catch (const DirectoryInUse& e) {
     try {
-      nb::object error = nb::module_::import_("kvstore.errors").attr("DirectoryInUse")(e.pid);
+      nb::object error = nb::module_::import_("kvstore.errors").attr("DirectoryInUse")(e.pid, e.directory);
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     } catch (nb::python_error&) {
       PyErr_SetString(PyExc_RuntimeError, e.what());
@@ -300,11 +314,13 @@ void bind_store(nb::module_& m) {
       .def("bucket_now", &Store::bucket_now)
       .def("close", &Store::close, nb::arg("clean") = true, release())
       .def("queues", &queues, "[(class, owner, rows, bytes)]")
-      .def("peek", &peek, nb::arg("retention_class"), nb::arg("owner"), nb::arg("limit"), "[(bucket, row, bytes)], first to go first")
-      .def("evict", &evict, nb::arg("rows"), nb::arg("reason"), "[(class, bytes, age seconds)] of those that went")
+      .def("peek", &peek, nb::arg("retention_class"), nb::arg("owner"), nb::arg("limit"), nb::arg("after") = nb::bytes("", 0), "[(bucket, row, bytes)], first to go first")
+      .def("evict", &evict, nb::arg("rows"), nb::arg("reason"), "[(ordinal in rows, class, bytes, age seconds)] of those that went")
       .def("ghosts", &ghosts, nb::arg("owner"), nb::arg("keys"), "[reason]: 0 unknown, 1 expired, 2 evicted, 3 withdrawn, 4 corrupt")
       .def("set_pressure_at", [](Store& s, uint64_t bytes) { impl(s).set_pressure_at(bytes); }, nb::arg("bytes"))
       .def("wait_pressure", [](Store& s, double timeout_seconds) { return impl(s).wait_pressure(timeout_seconds); }, nb::arg("timeout_seconds"), release())
+      .def("usage", [](Store& s) { const Usage u = impl(s).usage(); return nb::make_tuple(u.used_bytes, u.zombie_bytes, u.capacity_bytes, u.disk_free_bytes, u.index_share); },
+           "(used, zombie, capacity, disk free: bytes; index share)")
       .def("poke", [](Store& s) { impl(s).poke(); }, release(), "wakes wait_pressure")
       .def("set_retentions", [](Store& s, const nb::sequence& seconds) { impl(s).set_retentions(retentions_of(seconds)); }, nb::arg("seconds"))
       .def("wait_started", [](Store& s, double timeout_seconds) { return impl(s).wait_started(timeout_seconds); }, nb::arg("timeout_seconds"), release())

@@ -11,8 +11,8 @@ std::vector<std::pair<QueueId, QueueTotals>> StoreImpl::queues() {
   return {totals_.begin(), totals_.end()};
 }
 
-// The first `limit` rows of a queue, in the order in which they go.
-std::vector<PeekedRow> StoreImpl::peek(const QueueId& queue, uint32_t limit) {
+// The first `limit` rows of a queue in the order in which they go, past `after` if given.
+std::vector<PeekedRow> StoreImpl::peek(const QueueId& queue, uint32_t limit, const RecencyKey* after) {
   std::vector<PeekedRow> out;
   with_index([&](Index& index) {
     Index::Reader reader(index);
@@ -21,8 +21,10 @@ std::vector<PeekedRow> StoreImpl::peek(const QueueId& queue, uint32_t limit) {
     uint8_t prefix[1 + OWNER_BYTES];
     prefix[0] = queue.retention_class;
     std::memcpy(prefix + 1, queue.owner.data(), OWNER_BYTES);
-    MDB_val key = val(prefix, sizeof prefix), value;
+    MDB_val key = after ? val(*after) : val(prefix, sizeof prefix), value;
     int rc = mdb_cursor_get(cursor, &key, &value, MDB_SET_RANGE);
+    if (rc == 0 && after && key.mv_size == RECENCY_KEY_BYTES && std::memcmp(key.mv_data, after->data(), RECENCY_KEY_BYTES) == 0)
+      rc = mdb_cursor_get(cursor, &key, &value, MDB_NEXT);
     for (; rc == 0 && out.size() < limit; rc = mdb_cursor_get(cursor, &key, &value, MDB_NEXT)) {
       if (key.mv_size != RECENCY_KEY_BYTES || value.mv_size != sizeof(RecencyValue)) break;
       if (std::memcmp(key.mv_data, prefix, sizeof prefix) != 0) break;
@@ -43,13 +45,17 @@ std::vector<PeekedRow> StoreImpl::peek(const QueueId& queue, uint32_t limit) {
   return out;
 }
 
-bool StoreImpl::wait_pressure(double timeout_seconds) {
+uint64_t StoreImpl::wait_pressure(double timeout_seconds) {
   std::unique_lock lock(pressure_mutex_);
-  const auto high = [this] { return pressed_ || used_bytes() > pressure_at_; };
+  const auto high = [this] { return wanted_bytes_ || used_bytes() > pressure_at_; };
   pressure_cv_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), high);
-  const bool pressed = high();
-  pressed_ = false;
-  return pressed;
+  const uint64_t wanted = std::exchange(wanted_bytes_, 0);
+  return wanted ? wanted : used_bytes() > pressure_at_;
+}
+
+Usage StoreImpl::usage() {
+  const auto positive = [](int64_t v) { return uint64_t(std::max<int64_t>(v, 0)); };
+  return {used_bytes(), positive(freeing_bytes_), config_.capacity_bytes, positive(disk_free_), map_share_};
 }
 
 std::vector<GhostReason> StoreImpl::ghosts(const Owner& owner, const uint8_t* keys, uint32_t count) {

@@ -35,7 +35,8 @@ struct QueueId {
 };
 struct QueueTotals { int64_t rows = 0, bytes = 0; };
 struct PeekedRow { RecencyKey row; uint64_t bytes; };
-struct Evicted { uint8_t retention_class; uint64_t bytes; uint64_t age_seconds; };
+struct Evicted { size_t row; uint8_t retention_class; uint64_t bytes; uint64_t age_seconds; };
+struct Usage { uint64_t used_bytes, zombie_bytes, capacity_bytes, disk_free_bytes; double index_share; };
 struct SyntheticShape { uint32_t block_count, block_bytes, start_block, bucket; uint8_t k, m, shard, retention_class; };
 
 // Counters, all since the start of this process.
@@ -65,12 +66,14 @@ class StoreImpl final : public Store {
 
   // --- for gc ---
   std::vector<std::pair<QueueId, QueueTotals>> queues();
-  std::vector<PeekedRow> peek(const QueueId& queue, uint32_t limit);
+  std::vector<PeekedRow> peek(const QueueId& queue, uint32_t limit, const RecencyKey* after);
   std::vector<Evicted> evict(const std::vector<RecencyKey>& rows, GhostReason reason);
   void set_pressure_at(uint64_t bytes) { pressure_at_ = bytes; }
-  bool wait_pressure(double timeout_seconds);   // true: above pressure_at, or a put found no room
+  // Bytes that puts found no room for since the last call; 1 if only pressure_at was passed or poke() was called; 0: the time is over.
+  uint64_t wait_pressure(double timeout_seconds);
+  Usage usage();
   std::vector<GhostReason> ghosts(const Owner& owner, const uint8_t* keys, uint32_t count);
-  void poke() { poke_pressure(); }
+  void poke() { poke_pressure(1); }
   void set_retentions(const std::array<uint32_t, CLASSES_MAX>& seconds);
 
   // --- for operators, tests and benchmarks ---
@@ -80,6 +83,7 @@ class StoreImpl final : public Store {
   uint64_t bulk_index(const Owner& owner, const uint8_t* keys, const uint64_t* write_ids, uint64_t count, const SyntheticShape& shape);
   std::vector<std::pair<std::string, uint64_t>> stats();
   std::string start_reason();
+  std::string last_fault();                     // why the index was last found bad; empty: never
   StartMode start_mode() const { return start_mode_; }
   const StoreConfig& config() const { return config_; }
   uint64_t used_bytes() const { return uint64_t(std::max<int64_t>(0, used_bytes_.load())); }
@@ -98,6 +102,7 @@ class StoreImpl final : public Store {
     EntryFixed fixed;
     bool last_of_group;
     GhostReason reason;
+    size_t row = 0;              // of those that evict() was given
   };
   struct Freed {
     uint32_t segment, offset_4k, blocks_4k;
@@ -114,7 +119,7 @@ class StoreImpl final : public Store {
   bool longer(uint8_t a, uint8_t b) const { return retention_[a & 15] > retention_[b & 15]; }
   uint64_t lookup_writing(Index::Reader& reader, const NameKey& name, EntryFixed& first);
   Status room_for(uint64_t padded_bytes);
-  void poke_pressure();
+  void poke_pressure(uint64_t wanted_bytes);
 
   // store_commit.cpp
   void commit_put(PutOp& op);
@@ -128,6 +133,7 @@ class StoreImpl final : public Store {
   void filter_insert(const uint8_t* key);
   void filter_erase(const uint8_t* key);
   void flush_touches();
+  void apply_touches(Index& index, const std::vector<std::pair<NameKey, Touch>>& touches);
 
   // store_start.cpp
   StartMode decide_start(DirState& state, std::string& reason);
@@ -140,6 +146,7 @@ class StoreImpl final : public Store {
   void clean_segment(const std::shared_ptr<Segment>& segment, std::vector<std::pair<uint32_t, uint32_t>> owned, bool seal);
   bool scan_index(bool with_totals, Ranges* owned);   // false: stopped
   void load_freed();
+  void close_cleanly();
   void fault(const std::exception& why);
   std::string marker() const { return config_.dir + "/index.rebuild"; }
 
@@ -196,10 +203,11 @@ class StoreImpl final : public Store {
   std::atomic<uint64_t> pressure_at_{UINT64_MAX};
   std::mutex pressure_mutex_;
   std::condition_variable pressure_cv_;
-  bool pressed_ = false;
+  uint64_t wanted_bytes_ = 0;
 
   std::atomic<uint64_t> epoch_{2};
   std::array<std::atomic<uint64_t>, 2> in_epoch_{};
+  std::mutex free_mutex_;                       // one thread at a time advances the epoch, punches and unlinks; taken before all others
   std::mutex limbo_mutex_;
   std::vector<Freed> limbo_;
 
@@ -207,6 +215,8 @@ class StoreImpl final : public Store {
   std::condition_variable stop_cv_;
   bool stopping_ = false, started_ = false, closed_ = false, filter_wanted_ = false;
   std::atomic<uint64_t> start_ms_{0};
+  std::mutex fault_mutex_;
+  std::string last_fault_;
   std::thread starter_, maintainer_, syncer_;
 };
 

@@ -29,13 +29,16 @@ void StoreImpl::run_maintenance() {
   uint64_t last_second = 0, last_purge = 0;
   while (pause(TICK_MS)) {
     if (index_bad_) replace_index();
-    advance_epoch();
+    {
+      std::lock_guard one(free_mutex_);
+      advance_epoch();
+    }
     const uint64_t now = boottime_ms();
     if (now - last_second >= 1000) {
       last_second = now;
       struct statvfs fs{};
       if (statvfs(config_.dir.c_str(), &fs) == 0) disk_free_ = int64_t(fs.f_bavail) * int64_t(fs.f_frsize);
-      with_index([&](Index& index) { map_share_ = index.map_share(); });
+      with_index([&](Index& index) { map_share_ = index.map_share(Index::Reader(index).txn); });
       flush_touches();
       if (now - last_purge >= 10000) {
         last_purge = now;
@@ -52,6 +55,7 @@ void StoreImpl::run_maintenance() {
       }
       if (grow) scan_index(false, nullptr);
     }
+    std::lock_guard one(free_mutex_);
     remove_empty_segments();
     const bool behind = config_.capacity_bytes && freeing_bytes_ > int64_t(config_.capacity_bytes / 32);
     punch_some(behind ? 4 * PUNCHES_PER_TICK : PUNCHES_PER_TICK, false);
@@ -266,8 +270,10 @@ void StoreImpl::flush() {
   flush_touches();
   sync_data();
   with_index([&](Index& index) { index.sync(); });
+  std::lock_guard one(free_mutex_);
   for (int round = 0; round < 3; round++) {
     advance_epoch();
+    remove_empty_segments();
     punch_some(UINT32_MAX, true);
   }
 }

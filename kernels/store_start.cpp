@@ -136,7 +136,11 @@ void StoreImpl::open_index(bool discard) {
 }
 
 // The index can no longer be trusted. The maintenance thread replaces it; until then every verb answers "not now".
-void StoreImpl::fault(const std::exception&) {
+void StoreImpl::fault(const std::exception& why) {
+  {
+    std::lock_guard lock(fault_mutex_);
+    last_fault_ = why.what();
+  }
   counters_.index_faults++;
   const int fd = ::open(marker().c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
   if (fd >= 0) ::close(fd);
@@ -150,7 +154,7 @@ void StoreImpl::run_start() {
   bool whole = true;
   if (start_mode_ == StartMode::REBUILD) {
     whole = rebuild_segments();
-  } else {
+  } else if (start_mode_ != StartMode::FRESH) {
     Ranges owned;   // of segments without a footer: an unclean stop may have left bytes there that nobody owns
     std::vector<std::shared_ptr<Segment>> open;
     for (const auto& segment : segments_.all()) {
@@ -473,13 +477,18 @@ void StoreImpl::close(bool clean) {
     closed_ = stopping_ = true;
   }
   stop_cv_.notify_all();
-  poke_pressure();
+  poke_pressure(1);
   for (std::thread* t : {&maintainer_, &syncer_, &starter_})   // the maintainer may begin a new starter
     if (t->joinable()) t->join();
-  if (!clean || index_bad_) {
-    lock_.reset();
-    return;
-  }
+  if (clean && !index_bad_) close_cleanly();
+  // LMDB keeps per-process state: the environment is gone before the directory's lock is, or the next one in this process would suffer.
+  index_bad_ = true;
+  std::unique_lock gate(gate_);
+  index_.reset();
+  lock_.reset();
+}
+
+void StoreImpl::close_cleanly() {
   flush_touches();
   segments_.close_active();
   bool sound = started_;
@@ -493,7 +502,6 @@ void StoreImpl::close(bool clean) {
     state_.crashed_ms = 0;
     write_state(config_.dir, state_);
   }
-  lock_.reset();
 }
 
 }  // namespace kv

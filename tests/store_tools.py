@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvstore.kernels import _native
-from kvstore.record import Record, build, piece_sum, plane_digest, shard_bytes_of
+from kvstore.record import Record, plane_digest, shard_bytes_of
 
 OWNER = bytes(range(16))
 OK, NOT_FOUND, BUSY, NO_SPACE, EXISTS = 0, 1, 2, 3, 4
@@ -22,10 +23,10 @@ def key_of(number: int) -> bytes:
     return random.Random(number).randbytes(32)
 
 
-def record_of(number: int, **changes: object) -> Record:
+def record_of(number: int, *, blocks: int | None = None, **changes: Any) -> Record:
     """A small record whose bytes follow from `number`, then changed as asked."""
     rng = random.Random(number)
-    base: dict[str, object] = {
+    base: dict[str, Any] = {
         "owner": OWNER,
         "extent_key": rng.randbytes(32),
         "write_id": rng.getrandbits(64),
@@ -34,25 +35,15 @@ def record_of(number: int, **changes: object) -> Record:
         "m": 2,
         "plane_bytes": (640, 330),
         "start_block": rng.randrange(1000),
-        "bucket": 0,
     }
-    blocks = int(changes.pop("blocks", rng.randrange(1, 9)))  # type: ignore[call-overload]
+    drawn = rng.randrange(1, 9)
     base |= changes
-    planes, k, key, wid = base["plane_bytes"], base["k"], base["extent_key"], base["write_id"]
-    assert isinstance(planes, tuple) and isinstance(k, int) and isinstance(key, bytes) and isinstance(wid, int)
-    keys = [key] + [rng.randbytes(32) for _ in range(blocks - 1)]
+    blocks = blocks or drawn
+    keys = [base["extent_key"]] + [rng.randbytes(32) for _ in range(blocks - 1)]
     base.setdefault("tags", [int.from_bytes(each[8:16], "little") for each in keys])
-    pieces = [[rng.randbytes(shard_bytes_of(n, k)) for _ in range(blocks)] for n in planes]
-    base.setdefault("pieces", pieces)
-    digests = []
-    for p in range(len(planes)):
-        row = []
-        for b in range(blocks):
-            own = piece_sum(base["owner"], key, wid, base["shard"], p, b, pieces[p][b])  # type: ignore[arg-type]
-            row.append(plane_digest(keys[b], wid, [own] * k))
-        digests.append(row)
-    base.setdefault("digests", digests)
-    return Record(**base)  # type: ignore[arg-type]
+    pieces = [[rng.randbytes(shard_bytes_of(n, base["k"])) for _ in range(blocks)] for n in base["plane_bytes"]]
+    digests = [[plane_digest(each, base["write_id"], [p] * base["k"]) for each in keys] for p in range(len(pieces))]
+    return Record(pieces=pieces, digests=digests, **base)
 
 
 def keys_of(*records: Record | bytes) -> np.ndarray:
@@ -103,6 +94,3 @@ def discover(store: Store, owner: bytes, *keys: bytes) -> tuple[list[Found], boo
     assert at == len(body)
     return out, bool(busy)
 
-
-__all__ = [name for name in dir() if not name.startswith("_")]
-_ = (build, replace)

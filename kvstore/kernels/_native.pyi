@@ -119,3 +119,121 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges: kernels/server_stats.hpp. By op and by status number where they have those."""
+
+
+# --- store_bind.cpp: the storage of one node (kernels/store.hpp), and record.cpp (plain twin: kvstore/record.py). Statuses are the numbers
+# of kernels/common.hpp. `owner` is 16 bytes, keys (n, 32), write_ids (n,); arrays of an extent key and its writing go in pairs.
+
+def check_record(record: bytes) -> int:
+    """Status of a whole record: head, checks, every piece."""
+
+class ReadRef:
+    """A shard held open for reading; its bytes stay where they are until close(). Must not outlive its store."""
+
+    @property
+    def segment(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def record_bytes(self) -> int: ...
+    @property
+    def shard_bytes(self) -> list[int]:
+        """Bytes of one piece, by plane."""
+
+    def read(self) -> bytes: ...
+    def close(self) -> None: ...
+
+class Store:
+    """Thread-safe. Raises DirectoryInUse, or ConfigError for a directory that cannot be used; every other outcome is a status."""
+
+    def __init__(
+        self,
+        dir: str,
+        *,
+        capacity_bytes: int = 0,
+        segment_bytes: int = 268435456,
+        index_map_bytes: int = 0,
+        strict_sync: bool = False,
+        bucket_seconds: int = 60,
+        pins_max: int = 1048576,
+        virtual_clock: bool = False,
+        disk_reserve_bytes: int = 33554432,
+        retention_seconds: list[int] | None = None,
+    ) -> None: ...
+    def discover(self, owner: bytes, keys: _U8) -> bytes:
+        """The body of a DISCOVER reply (kernels/wire.hpp)."""
+
+    def promise(
+        self,
+        owner: bytes,
+        keys: _U8,
+        write_ids: _U64,
+        *,
+        bucket: int = 0,
+        pin_seconds: int = 0,
+        touch: bool = False,
+        retention_class: int = 255,
+    ) -> list[tuple[int, int]]:
+        """(status, mask of the shards held) of each; class 255 leaves the class as it is."""
+
+    def withdraw(self, owner: bytes, keys: _U8, write_ids: _U64) -> list[int]: ...
+    def put(self, record: bytes) -> int: ...
+    def read(self, owner: bytes, extent_key: bytes, write_id: int, shard: int) -> tuple[int, bytes]:
+        """Status and the whole record as it lies on disk, unchecked."""
+
+    def open_read(self, owner: bytes, extent_key: bytes, write_id: int, shard: int) -> ReadRef | int: ...
+    def report_corrupt(self, owner: bytes, extent_key: bytes, write_id: int, shard: int) -> None:
+        """Reads the record again, from the disk; deletes its entry if it is bad."""
+
+    def bucket_now(self) -> int: ...
+    def close(self, clean: bool = True) -> None: ...
+    def queues(self) -> list[tuple[int, bytes, int, int]]:
+        """(class, owner, rows, bytes) of what is stored; right once the start scan is over."""
+
+    def peek(self, retention_class: int, owner: bytes, limit: int, after: bytes = b"") -> list[tuple[int, bytes, int]]:
+        """(bucket of last use, recency row, bytes), those that go first first, past the row `after`."""
+
+    def evict(self, rows: list[bytes], reason: int) -> list[tuple[int, int, int, int]]:
+        """(ordinal in rows, class, bytes, age in seconds) of those that went; what was touched or promised since the peek stays."""
+
+    def ghosts(self, owner: bytes, keys: _U8) -> list[int]:
+        """Why each key is not here: 0 unknown, 1 expired, 2 evicted, 3 withdrawn, 4 corrupt. Reads files: not for a hot path."""
+
+    def set_pressure_at(self, bytes: int) -> None: ...
+    def wait_pressure(self, timeout_seconds: float) -> int:
+        """Bytes that puts found no room for; 1: above set_pressure_at, or poked; 0: timed out."""
+
+    def poke(self) -> None: ...
+    def usage(self) -> tuple[int, int, int, int, float]:
+        """Bytes used, deleted but not given back, capacity, free on the disk; share of the index's map in use."""
+
+    def set_retentions(self, seconds: list[int]) -> None:
+        """How long each of the 16 classes is kept: a touch moves an extent to the longest-lived."""
+
+    def wait_started(self, timeout_seconds: float) -> bool:
+        """Whether the start scan is over: totals and filter are right, and no byte is left that nobody owns."""
+
+    def flush(self) -> None:
+        """Waiting touches into the index, everything synced, free places punched."""
+
+    def check_integrity(self, deep: bool = False) -> list[str]:
+        """What is wrong, as sentences; `deep` reads every byte. Writers wait meanwhile."""
+
+    def bulk_index(
+        self,
+        owner: bytes,
+        keys: _U8,
+        write_ids: _U64,
+        *,
+        block_count: int = 27,
+        block_bytes: int = 113920,
+        start_block: int = 0,
+        bucket: int = 0,
+        k: int = 10,
+        m: int = 2,
+        shard: int = 0,
+        retention_class: int = 2,
+    ) -> int:
+        """For benchmarks: entries without bytes, which every lookup finds and no read does. Returns how many are new."""
+
+    def stats(self) -> dict[str, int | str]: ...
