@@ -159,9 +159,9 @@ def parse_head(data: bytes | memoryview) -> Head | Check:
     data = memoryview(data)
     if len(data) < HEAD.size:
         return Check.BAD_REQUEST
-    (magic, version, head_bytes, head_sum, record_bytes, owner, extent_key, write_id, shard, k, m, planes, blocks, earlier_count, start_block, pg,
-     write_epoch, bucket, flags, created, retention, fidelity, depth, kv_group, cipher, zero1, block_bytes, checks_sum, layout_tag,
-     reserved) = HEAD.unpack_from(data)  # fmt: skip
+    (magic, version, head_bytes, head_sum, record_bytes, owner, extent_key, write_id, shard, k, m, planes, blocks, earlier_count,
+     start_block, pg, write_epoch, bucket, flags, created, retention, fidelity, depth, kv_group, cipher, zero1, block_bytes, checks_sum,
+     layout_tag, reserved) = HEAD.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         return Check.BAD_REQUEST
     if version != VERSION:
@@ -196,8 +196,9 @@ def parse_head(data: bytes | memoryview) -> Head | Check:
     if not sound:
         return Check.BAD_REQUEST
     return Head(
-        head_bytes, record_bytes, owner, extent_key, write_id, shard, k, m, start_block, pg, write_epoch, bucket, created, retention, fidelity,
-        depth, kv_group, cipher, block_bytes, checks_sum, layout_tag, tuple(n for n, _ in table), tuple(s for _, s in table), earlier, tags,
+        head_bytes, record_bytes, owner, extent_key, write_id, shard, k, m, start_block, pg, write_epoch, bucket, created, retention,
+        fidelity, depth, kv_group, cipher, block_bytes, checks_sum, layout_tag, tuple(n for n, _ in table), tuple(s for _, s in table),
+        earlier, tags,
     )  # fmt: skip
 
 

@@ -93,4 +93,3 @@ def discover(store: Store, owner: bytes, *keys: bytes) -> tuple[list[Found], boo
         out.append(Found(wid, mask, ordinal, start, retention, starts, tags))
     assert at == len(body)
     return out, bool(busy)
-

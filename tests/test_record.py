@@ -31,7 +31,9 @@ def reseal(raw: bytearray, head_bytes: int) -> bytes:
     st.lists(st.integers(0, 2**32 - 1), max_size=128),
     st.integers(1, 32),
 )
-def test_what_the_twin_builds_both_accept_and_read_back_equal(seed: int, blocks: int, planes: list[int], earlier: list[int], k: int) -> None:
+def test_what_the_twin_builds_both_accept_and_read_back_equal(
+    seed: int, blocks: int, planes: list[int], earlier: list[int], k: int
+) -> None:
     record = record_of(seed, blocks=blocks, plane_bytes=tuple(planes), earlier=tuple(earlier), k=k)
     raw = build(record)
     assert _native.check_record(raw) == Check.OK

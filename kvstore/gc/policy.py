@@ -39,7 +39,9 @@ class OwnerLimits:
 
     def __post_init__(self) -> None:
         if self.floor_bytes < 0 or (self.cap_bytes is not None and self.cap_bytes < self.floor_bytes):
-            raise ConfigError("E132", f"floor {self.floor_bytes}, cap {self.cap_bytes}", fix="a floor is 0 or more, a cap no less than the floor")
+            raise ConfigError(
+                "E132", f"floor {self.floor_bytes}, cap {self.cap_bytes}", fix="a floor is 0 or more, a cap no less than the floor"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,11 @@ class EvictionPolicy:
 
     @classmethod
     def of_classes(
-        cls, classes: Iterable[RetentionClass] = DEFAULT_CLASSES, *, bucket_seconds: int = 60, owners: Mapping[bytes, OwnerLimits] | None = None
+        cls,
+        classes: Iterable[RetentionClass] = DEFAULT_CLASSES,
+        *,
+        bucket_seconds: int = 60,
+        owners: Mapping[bytes, OwnerLimits] | None = None,
     ) -> EvictionPolicy:
         listed = list(classes)
         return cls({c.id: c.keep_seconds for c in listed}, {c.id: c.name for c in listed}, bucket_seconds, owners or {})

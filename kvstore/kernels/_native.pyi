@@ -120,7 +120,6 @@ class Server:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges: kernels/server_stats.hpp. By op and by status number where they have those."""
 
-
 # --- store_bind.cpp: the storage of one node (kernels/store.hpp), and record.cpp (plain twin: kvstore/record.py). Statuses are the numbers
 # of kernels/common.hpp. `owner` is 16 bytes, keys (n, 32), write_ids (n,); arrays of an extent key and its writing go in pairs.
 
@@ -236,4 +235,5 @@ class Store:
     ) -> int:
         """For benchmarks: entries without bytes, which every lookup finds and no read does. Returns how many are new."""
 
-    def stats(self) -> dict[str, int | str]: ...
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters (kernels/store_check.cpp), numbers; and start_mode, start_reason, last_fault, texts."""
