@@ -171,14 +171,14 @@ std::vector<std::pair<std::string, uint64_t>> StoreImpl::stats() {
   const auto add = [&](const char* name, uint64_t v) { out.emplace_back(name, v); };
   const auto positive = [](int64_t v) { return uint64_t(std::max<int64_t>(v, 0)); };
   add("used_bytes", used_bytes());
-  add("zombie_bytes", positive(freeing_bytes_));
+  add("freeing_bytes", positive(freeing_bytes_));
   add("writing_bytes", positive(writing_bytes_));
   add("capacity_bytes", config_.capacity_bytes);
   add("disk_free_bytes", positive(disk_free_));
   add("segments", segments_.count());
   {
     std::lock_guard commit(commit_mutex_);
-    add("extents", positive(entries_));
+    add("entries", positive(entries_));
     add("queues", totals_.size());
   }
   with_index([&](Index& index) {
@@ -202,35 +202,35 @@ std::vector<std::pair<std::string, uint64_t>> StoreImpl::stats() {
     add("started", started_);
   }
   const Counters& c = counters_;
-  add("puts", c.puts);
-  add("put_bytes", c.put_bytes);
-  add("puts_existing", c.puts_existing);
-  add("puts_no_space", c.puts_no_space);
-  add("puts_refused", c.puts_refused);
-  add("puts_corrupt", c.puts_corrupt);
-  add("discover_keys", c.discover_keys);
-  add("discover_filtered", c.discover_filtered);
-  add("discover_writings", c.discover_writings);
-  add("promises", c.promises);
-  add("promises_held", c.promises_held);
-  add("promises_busy", c.promises_busy);
-  add("touches_dropped", c.touches_dropped);
-  add("reads", c.reads);
-  add("reads_absent", c.reads_absent);
-  add("withdrawn", c.withdrawn);
-  add("corrupt_reported", c.corrupt_reported);
-  add("corrupt_found", c.corrupt_found);
-  add("index_faults", c.index_faults);
-  add("evicted", c.evicted);
-  add("evict_skipped", c.evict_skipped);
-  add("punches", c.punches);
-  add("punched_bytes", c.punched_bytes);
-  add("punch_errors", c.punch_errors);
-  add("segments_removed", c.segments_removed);
-  add("io_errors", c.io_errors);
-  add("orphan_bytes", c.orphan_bytes);
-  add("recovered", c.recovered);
-  add("recovery_dropped", c.recovery_dropped);
+  add("puts_total", c.puts);
+  add("put_bytes_total", c.put_bytes);
+  add("puts_existing_total", c.puts_existing);
+  add("puts_no_space_total", c.puts_no_space);
+  add("puts_refused_total", c.puts_refused);
+  add("puts_corrupt_total", c.puts_corrupt);
+  add("discover_keys_total", c.discover_keys);
+  add("discover_filtered_total", c.discover_filtered);
+  add("discover_writings_total", c.discover_writings);
+  add("promises_total", c.promises);
+  add("promises_held_total", c.promises_held);
+  add("promises_busy_total", c.promises_busy);
+  add("touches_dropped_total", c.touches_dropped);
+  add("reads_total", c.reads);
+  add("reads_absent_total", c.reads_absent);
+  add("withdrawn_total", c.withdrawn);
+  add("corrupt_reported_total", c.corrupt_reported);
+  add("corrupt_found_total", c.corrupt_found);
+  add("index_faults_total", c.index_faults);
+  add("evicted_total", c.evicted);
+  add("evict_skipped_total", c.evict_skipped);
+  add("punches_total", c.punches);
+  add("punched_bytes_total", c.punched_bytes);
+  add("punch_errors_total", c.punch_errors);
+  add("segments_removed_total", c.segments_removed);
+  add("io_errors_total", c.io_errors);
+  add("orphan_bytes_freed_total", c.orphan_bytes);
+  add("recovered_total", c.recovered);
+  add("recovery_dropped_total", c.recovery_dropped);
   return out;
 }
 
