@@ -8,6 +8,7 @@ import numpy.typing as npt
 _U8 = npt.NDArray[np.uint8]
 _U32 = npt.NDArray[np.uint32]
 _U64 = npt.NDArray[np.uint64]
+_I32 = npt.NDArray[np.int32]
 
 # --- hash.cpp: plain reference in hash_reference.py. ValueError for sizes that do not fit.
 
@@ -237,3 +238,139 @@ class Store:
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters (kernels/store_check.cpp), numbers; and start_mode, start_reason, last_fault, texts."""
+# --- client.cpp: use kvstore.client, which checks arguments. ValueError for shapes that do not fit; Closed; MisuseError after a fork.
+
+FOUND_BYTES: int
+
+class ClientDiscover:
+    """One discovery; struct Found of client_small.hpp, here as bytes, is kvstore.client.native.FOUND."""
+
+    def ask(self, indices: _I32, nodes: _I32, counted: bool) -> None:
+        """Asks nodes[i] for key indices[i]; counted: wait() expects one more answer for each."""
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """True when every key has its answers, something failed, or nobody owes an answer."""
+
+    def found(self) -> _U8: ...
+    def earlier(self) -> _U32:
+        """Starts of earlier extents that some writing names."""
+
+    def answers(self) -> _U8:
+        """By key: nodes that looked at it."""
+
+    def take_failed(self) -> _I32:
+        """Keys of requests that failed since the last call."""
+
+    def unsettled(self) -> _I32:
+        """Keys that still want answers."""
+
+    def owing(self, age_seconds: float) -> _U32:
+        """Nodes that have owed an answer for so long."""
+
+    def pending(self) -> int: ...
+
+class ClientPromise:
+    def wait(self, timeout_seconds: float) -> bool:
+        """True when every extent has enough shards, or nobody owes an answer."""
+
+    def masks(self) -> _U64:
+        """By extent: shards promised."""
+
+    def answered(self) -> _U64:
+        """By extent: shards whose node has answered or failed."""
+
+    def owing(self, age_seconds: float) -> _U32: ...
+    def pending(self) -> int: ...
+
+class ClientLoad:
+    """Ends when it is let go of."""
+
+    def wait_plane(self, plane: int, timeout_seconds: float) -> bool: ...
+    def wait_all(self, timeout_seconds: float) -> bool: ...
+    def rows_of_plane(self, plane: int) -> int: ...
+    def rows(self) -> int: ...
+    def end(self) -> None:
+        """Afterwards nothing writes to the destination."""
+
+    def cancel(self) -> None:
+        """Waiters return; end() is still due."""
+
+    def stats(self) -> dict[str, int]: ...
+
+class ClientCore:
+    def __init__(
+        self,
+        addresses: list[str],
+        cluster: bytes,
+        epoch: int,
+        k: int,
+        m: int,
+        threads: int = 2,
+        bulk_connections_max: int = 2048,
+        queue_bytes_max: int = ...,
+        connect_timeout_seconds: float = 1.0,
+        stall_timeout_seconds: float = 3.0,
+        drain_timeout_seconds: float = 1.0,
+        idle_timeout_seconds: float = 60.0,
+        store_deadline_seconds: float = 10.0,
+    ) -> None: ...
+    def discover(self, owner: bytes, epoch: int, keys: _U8) -> ClientDiscover: ...
+    def promise(
+        self,
+        owner: bytes,
+        epoch: int,
+        bucket: int,
+        flags: int,
+        retention_class: int,
+        pin_seconds: int,
+        names: _U8,
+        nodes: _I32,
+        enough: int,
+    ) -> ClientPromise:
+        """Names (n, 40), nodes (n, k + m)."""
+
+    def load(
+        self,
+        owner: bytes,
+        epoch: int,
+        names: _U8,
+        spans: _U32,
+        nodes: _I32,
+        planes: _U32,
+        block_keys: _U8,
+        destination: _U8,
+        eager: bool,
+    ) -> ClientLoad:
+        """Spans (n, 3): first block in the extent, blocks, row. Planes (p, 3): offset, bytes, shard bytes. Rows lie any distance apart."""
+
+    def store(
+        self,
+        owner: bytes,
+        write_epoch: int,
+        write_ids: _U64,
+        spans: _U32,
+        nodes: _I32,
+        planes: _U32,
+        block_keys: _U8,
+        blocks: _U8,
+        earlier: _U32,
+        fields: dict[str, int],
+    ) -> int:
+        """Spans (n, 3): start block, blocks, placement group. The number that wait_done will name; blocks must stay until then."""
+
+    def wait_done(self, timeout_seconds: float) -> list[tuple[int, bytes, bytes]]:
+        """(store, outcome of each extent, acknowledgements of each extent); empty when the time has passed or all is over."""
+
+    def call_many(self, requests: list[tuple[int, int, bytes]], timeout_seconds: float, enough: int = 0) -> list[tuple[int, bytes]]:
+        """(node, verb, body) each; answers (status or fault, -1: none yet; body) in the same order."""
+
+    def mark_late(self, nodes: _U32) -> None: ...
+    def health(self) -> _U8:
+        """By node: 0 healthy, 1 owes an answer that is late, 2 held for down."""
+
+    @property
+    def discover_delay_seconds(self) -> float: ...
+    @property
+    def promise_delay_seconds(self) -> float: ...
+    def stats(self) -> dict[str, int | float]: ...
+    def close(self) -> None: ...

@@ -1,0 +1,231 @@
+// LoadJob: from k shards of a plane to checked bytes in their places. See client_load.hpp.
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+
+#include "client_load.hpp"
+
+namespace kv::client {
+
+void LoadJob::progress(std::unique_lock<std::mutex>& lock, uint32_t e, uint32_t p, Todo& todo) {
+  PlaneWork& work = work_[e]->planes[p];
+  const uint64_t data = data_mask();
+  for (;;) {
+    if (over() || work.complete || work.decoding || work_[e]->failed || e >= cut_.load()) return;
+    const uint32_t settled = uint32_t(std::popcount((work.good | work.lost) & data));
+    if (work.ready_ns == 0 && settled + m_ >= k_) work.ready_ns = now_ns();
+    if ((work.good & data) != data) {
+      if (uint32_t(std::popcount(work.good)) < k_) {
+        if (work.lost | work.lagging) judge(e, p, todo);
+        return;
+      }
+      const uint64_t missing = data & ~work.good, blocked = missing & work.receiving;
+      work.revoked |= missing & ~blocked;
+      work.revoke_wanted |= blocked;
+      if (blocked) return;   // who is inside comes back here when it leaves
+      decode(lock, e, p);
+      continue;
+    }
+    if (drop_liars(e, p)) continue;
+    if (digests_hold(e, p) || locate(e, p)) return complete(e, p);
+    if (!work.doubted) stats.digest_mismatches++;
+    work.doubted = true;
+    return judge(e, p, todo);
+  }
+}
+
+void LoadJob::decode(std::unique_lock<std::mutex>& lock, uint32_t e, uint32_t p) {
+  PlaneWork& work = work_[e]->planes[p];
+  const PlaneSpec& plane = plan_.planes[p];
+  const uint64_t missing = data_mask() & ~work.good;
+  uint32_t have[K_MAX], n = 0;
+  each(work.good, [&](uint32_t s) {
+    if (n < k_) have[n++] = s;
+  });
+  uint8_t* parity[M_MAX];
+  std::copy(std::begin(work.parity), std::end(work.parity), parity);
+  work.decoding = true;
+  inside_++;
+  lock.unlock();
+  const bool rebuilt = shared_->codec.rebuild_plane(plan_.extents[e].count, place(e, p), plan_.row_stride, plane.bytes, plane.shard_bytes, have,
+                                                   const_cast<const uint8_t* const*>(parity));
+  if (rebuilt) hash_rebuilt(e, p, missing);
+  lock.lock();
+  work.decoding = false;
+  if (rebuilt) {
+    work.good |= missing;
+    work.decoded |= missing;
+    stats.decodes++;
+    stats.decoded_pieces += plan_.extents[e].count;
+    if (!std::exchange(work_[e]->degraded, true)) stats.extents_degraded++;
+  } else {
+    work.lost |= missing;   // cannot be: the numbers are distinct and in range
+    work_[e]->failed = true;
+  }
+  leave();
+}
+
+void LoadJob::hash_rebuilt(uint32_t e, uint32_t p, uint64_t shards) {
+  const PlaneSpec& plane = plan_.planes[p];
+  std::vector<uint8_t> padded;
+  each(shards, [&](uint32_t s) {
+    auto* sums = reinterpret_cast<uint64_t*>(checks(e, p, s));
+    const uint32_t real = shard_real_bytes(plane.bytes, plane.shard_bytes, s);
+    if (real < plane.shard_bytes) padded.assign(plane.shard_bytes, 0);
+    for (uint32_t b = 0; b < plan_.extents[e].count; b++) {
+      const uint8_t* piece = place(e, p) + b * plan_.row_stride + size_t(s) * plane.shard_bytes;
+      if (real < plane.shard_bytes) {
+        if (real) std::memcpy(padded.data(), piece, real);
+        piece = padded.data();
+      }
+      sums[b] = shard_sum(piece, plane.shard_bytes, seed(e, p, s, b));
+    }
+  });
+}
+
+// Shards whose digests differ from those of most others are lost. True when there was one.
+bool LoadJob::drop_liars(uint32_t e, uint32_t p) {
+  PlaneWork& work = work_[e]->planes[p];
+  const uint64_t received = work.good & ~work.decoded;
+  const size_t bytes = sizeof(Digest) * plan_.extents[e].count;
+  uint64_t most = 0;
+  each(received, [&](uint32_t s) {
+    if (most & bit(s)) return;
+    uint64_t same = 0;
+    each(received, [&](uint32_t t) {
+      if (std::memcmp(digests(e, p, s), digests(e, p, t), bytes) == 0) same |= bit(t);
+    });
+    if (std::popcount(same) > std::popcount(most)) most = same;
+  });
+  const uint64_t liars = received & ~most;
+  if (!liars) return false;
+  stats.bad_shards += uint32_t(std::popcount(liars));
+  work.lost |= liars;
+  work.good &= ~(liars | work.decoded);   // what was rebuilt may come from a liar
+  work.revoked |= work.decoded;
+  work.decoded = 0;
+  return true;
+}
+
+bool LoadJob::digests_hold(uint32_t e, uint32_t p) const {
+  const ExtentPlan& x = plan_.extents[e];
+  const PlaneWork& work = work_[e]->planes[p];
+  const Digest* expected = digests(e, p, uint32_t(std::countr_zero(work.good & ~work.decoded)));
+  uint64_t row[K_MAX];
+  for (uint32_t b = 0; b < x.count; b++) {
+    for (uint32_t s = 0; s < k_; s++) row[s] = sums(e, p, s)[b];
+    const Digest d = plane_digest(plan_.block_keys.data() + size_t(x.row + b) * KEY_BYTES, x.name.write_id, row, k_);
+    if (std::memcmp(&d, &expected[b], sizeof d)) return false;
+  }
+  return true;
+}
+
+// A shard whose bytes fit its own sum, but not the others: leave each out in turn, rebuild beside, and see whether the digests hold then.
+// Needs more than k shards. Rare, so all of it under the extent's lock.
+bool LoadJob::locate(uint32_t e, uint32_t p) {
+  PlaneWork& work = work_[e]->planes[p];
+  const PlaneSpec& plane = plan_.planes[p];
+  const ExtentPlan& x = plan_.extents[e];
+  const uint32_t piece = plane.shard_bytes;
+  const uint64_t received = work.good & ~work.decoded;
+  if (uint32_t(std::popcount(received)) <= k_) return false;
+  const Digest* expected = digests(e, p, uint32_t(std::countr_zero(received)));
+  std::vector<uint8_t> cut(size_t(piece) * k_), rebuilt;
+  auto shard_at = [&](uint32_t s, uint32_t b) -> const uint8_t* {
+    if (s >= k_) return work.parity[s - k_] + size_t(b) * piece;
+    const uint8_t* at = place(e, p) + b * plan_.row_stride + size_t(s) * piece;
+    const uint32_t real = shard_real_bytes(plane.bytes, piece, s);
+    if (real == piece) return at;
+    uint8_t* padded = cut.data() + size_t(s) * piece;
+    if (real) std::memcpy(padded, at, real);
+    return padded;
+  };
+  for (uint32_t suspect = 0; suspect < k_ + m_; suspect++) {
+    if (!(received & bit(suspect))) continue;
+    uint32_t have[K_MAX], want[M_MAX], n = 0, wanted = 0;
+    uint64_t had = 0;
+    each(received & ~bit(suspect), [&](uint32_t s) {
+      if (n < k_) have[n++] = s, had |= bit(s);
+    });
+    const uint64_t missing = data_mask() & ~had;
+    if (uint32_t(std::popcount(missing)) > m_) continue;
+    each(missing, [&](uint32_t s) { want[wanted++] = s; });
+    rebuilt.resize(size_t(piece) * x.count * wanted);
+    bool holds = true;
+    for (uint32_t b = 0; holds && b < x.count; b++) {
+      const uint8_t* in[K_MAX];
+      uint8_t* out[M_MAX];
+      uint64_t row[K_MAX];
+      for (uint32_t i = 0; i < k_; i++) in[i] = shard_at(have[i], b);
+      for (uint32_t j = 0; j < wanted; j++) out[j] = rebuilt.data() + (size_t(j) * x.count + b) * piece;
+      for (uint32_t s = 0; s < k_; s++) row[s] = sums(e, p, s)[b];
+      holds = shared_->codec.decode(piece, have, in, want, wanted, out);
+      for (uint32_t j = 0; j < wanted; j++) row[want[j]] = shard_sum(out[j], piece, seed(e, p, want[j], b));
+      const Digest d = plane_digest(plan_.block_keys.data() + size_t(x.row + b) * KEY_BYTES, x.name.write_id, row, k_);
+      holds = holds && std::memcmp(&d, &expected[b], sizeof d) == 0;
+    }
+    if (!holds) continue;
+    for (uint32_t j = 0; j < wanted; j++)
+      for (uint32_t b = 0; b < x.count; b++) {
+        const uint32_t real = shard_real_bytes(plane.bytes, piece, want[j]);
+        if (real) std::memcpy(place(e, p) + b * plan_.row_stride + size_t(want[j]) * piece, rebuilt.data() + (size_t(j) * x.count + b) * piece, real);
+      }
+    work.decoded |= missing;
+    stats.bad_shards++;
+    stats.decodes++;
+    return true;
+  }
+  return false;
+}
+
+void LoadJob::complete(uint32_t e, uint32_t p) {
+  PlaneWork& work = work_[e]->planes[p];
+  work.complete = true;
+  work.revoked |= data_mask() & ~work.good;
+  free_parity(work, e, p);
+  if (!work.decoded && work.ready_ns) shared_->delay.add(now_ns() - work.ready_ns);
+  std::lock_guard lock(mutex_);
+  done_[size_t(e) * plane_count_ + p] = 1;
+  const uint32_t cut = cut_.load();
+  if (e < cut && ++plane_done_[p] == cut) changed_.notify_all();
+}
+
+// --- Scratch ---
+
+Scratch::~Scratch() {
+  for (auto& [bytes, list] : free_)
+    for (uint8_t* buffer : list) std::free(buffer);
+}
+
+uint8_t* Scratch::take(size_t bytes) {
+  {
+    std::lock_guard lock(mutex_);
+    auto found = free_.find(bytes);
+    if (found != free_.end() && !found->second.empty()) {
+      uint8_t* buffer = found->second.back();
+      found->second.pop_back();
+      kept_bytes_ -= bytes;
+      return buffer;
+    }
+  }
+  auto* buffer = static_cast<uint8_t*>(std::aligned_alloc(64, align_up(bytes, 64)));
+  if (!buffer) throw std::bad_alloc();
+  held_bytes_ += bytes;
+  return buffer;
+}
+
+void Scratch::give(uint8_t* buffer, size_t bytes) {
+  if (!buffer) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (kept_bytes_ + bytes <= KEPT_BYTES_MAX) {
+      free_[bytes].push_back(buffer);
+      kept_bytes_ += bytes;
+      return;
+    }
+  }
+  held_bytes_ -= bytes;
+  std::free(buffer);
+}
+
+}  // namespace kv::client

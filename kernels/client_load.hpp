@@ -1,0 +1,244 @@
+// A load: extents of a ticket from many nodes into the caller's memory, plane-major over the whole prompt. docs/CLIENT.md is the text to this.
+//
+// Each (extent, plane, shard) is a *place* with one owner: FREE -> RECEIVING for one recvmsg and the check of what came -> FREE or GOOD;
+// LOST; REVOKED by whoever decodes it, and at the end of the load. A place is written by its receiver while RECEIVING, by the decoder when
+// REVOKED, by nobody else, ever. The states are bits of masks in PlaneWork under the extent's mutex; bytes move outside it.
+// end() returns when every place is GOOD, LOST or REVOKED and no thread is inside one: the memory is the caller's again.
+//
+// Lock order: extent, then job. Neither is held while bytes move or while a connection is called.
+#pragma once
+#include <bit>
+#include <span>
+
+#include "client_net.hpp"
+#include "codec.hpp"
+#include "record.hpp"
+
+namespace kv::client {
+
+class LoadJob;
+
+inline uint64_t bit(uint32_t shard) { return uint64_t(1) << shard; }
+
+template <class F>
+void each(uint64_t mask, F&& f) {   // f(number of each bit), ascending
+  for (; mask; mask &= mask - 1) f(uint32_t(std::countr_zero(mask)));
+}
+
+struct PlaneSpec { uint32_t offset, bytes, shard_bytes; };
+
+struct ExtentPlan {
+  wire::WritingName name;
+  uint32_t first_block;            // inside the extent
+  uint32_t count;                  // blocks to read
+  uint32_t row;                    // of the destination
+  int32_t nodes[SHARDS_MAX];       // who holds shard i; -1: nobody
+};
+
+struct LoadPlan {
+  Owner owner{};
+  uint64_t epoch = 0;
+  std::vector<PlaneSpec> planes;
+  std::vector<ExtentPlan> extents;   // rows ascending, without gaps
+  std::vector<uint8_t> block_keys;   // of each row
+  uint8_t* base = nullptr;
+  size_t row_stride = 0;
+  uint32_t rows = 0;
+  bool eager = false;
+};
+
+struct LoadStats {
+  std::atomic<uint64_t> shards_asked{0}, late_asked{0}, decodes{0}, bad_shards{0}, missing_shards{0}, failed_shards{0}, lagging_shards{0},
+      extents_failed{0}, digest_mismatches{0}, parity_received{0}, parity_asked{0}, late_asked_errors{0}, decoded_pieces{0},
+      extents_degraded{0};
+};
+
+// Buffers for parity, reused; at most `KEPT_BYTES_MAX` are kept. Any thread.
+class Scratch {
+ public:
+  ~Scratch();
+  uint8_t* take(size_t bytes);
+  void give(uint8_t* buffer, size_t bytes);
+  uint64_t held_bytes() const { return held_bytes_.load(std::memory_order_relaxed); }   // taken or kept
+
+ private:
+  static constexpr size_t KEPT_BYTES_MAX = 64u << 20;
+  std::mutex mutex_;
+  std::unordered_map<size_t, std::vector<uint8_t*>> free_;
+  size_t kept_bytes_ = 0;
+  std::atomic<uint64_t> held_bytes_{0};
+};
+
+// What all loads of a client share.
+struct LoadShared {
+  std::shared_ptr<Net> net;
+  Codec codec;
+  Scratch scratch;
+  LoadStats totals;
+  Learnt delay{4 * MS, 200 * MS, 4.0};   // between "all but m data shards are there" and "all are"
+  LoadShared(std::shared_ptr<Net> n, uint32_t k, uint32_t m) : net(std::move(n)), codec(k, m) {}
+};
+
+// One lease: what one connection brings for one load.
+struct Stream {
+  struct Item { uint32_t extent; uint8_t plane, shard; };
+  struct Request { uint64_t id; uint32_t first_item; };
+  std::shared_ptr<LoadJob> job;
+  std::vector<Item> items;
+  std::vector<Request> requests;
+  std::vector<uint8_t> frames;              // the READ requests as sent
+  uint32_t node = 0;
+  bool parity = false;
+  std::atomic<int64_t> last_ns{0};          // when bytes of it came last, or it was asked
+  std::atomic<uint32_t> read_until{0};      // items to read unasked; the rest waits in the socket
+  std::atomic<bool> drain{false};
+};
+
+class ReadConn final : public Conn {
+ public:
+  ReadConn(Net& net, Node& node, bool parity);
+  ~ReadConn() override;
+  static std::shared_ptr<ReadConn> lease(Net& net, Node& node, bool parity, bool fresh = false);   // null: down, or at a limit
+  // Loop thread.
+  void start(std::shared_ptr<Stream> stream);
+  void go_on();          // read_until or drain has changed
+  bool on_sweep(int64_t now) override;
+
+ protected:
+  void on_read() override;
+  void on_closed(Outcome why) override;
+
+ private:
+  static constexpr size_t STEP_BYTES = 256 << 10;   // what one recvmsg brings is checked while it is in the cache (L2 is 1 MiB)
+  enum class Step : uint8_t { MORE, BLOCKED, GONE };
+  Step step();
+  Step header();
+  Step discard();
+  Step scatter();
+  bool parse_header();      // false: closed
+  void next_item();
+  void finish();
+  bool stopped() const;     // nothing to read now
+
+  const bool parity_;
+  std::shared_ptr<Stream> stream_;
+  bool reused_ = false, heard_any_ = false, draining_ = false;
+  int64_t drain_since_ns_ = 0, idle_since_ns_ = 0;
+  uint32_t item_ = 0, request_ = 0;
+  uint8_t header_[sizeof(wire::FrameHeader)];
+  uint32_t header_got_ = 0;
+  uint64_t body_bytes_ = 0, body_got_ = 0;
+  uint32_t verified_ = 0;   // pieces
+  bool discarding_ = false;
+  std::vector<uint8_t> tail_;   // pieces that the plane's end cuts
+};
+
+class LoadJob : public std::enable_shared_from_this<LoadJob> {
+ public:
+  LoadJob(std::shared_ptr<LoadShared> shared, LoadPlan plan);
+  ~LoadJob();
+  void start();
+  // Waits until plane `plane` is settled for all rows still promised, or the load is over; false when the time has passed first.
+  bool wait_plane(uint32_t plane, int64_t timeout_ns);
+  bool wait_all(int64_t timeout_ns);
+  uint32_t rows_of_plane(uint32_t plane) const;   // leading rows of which this plane is complete
+  uint32_t rows() const;                          // leading rows of which all planes are
+  void end();                                     // idempotent; afterwards the destination is untouched
+  bool over() const { return over_.load(std::memory_order_acquire); }
+  void cancel();                                  // any thread: waiters return
+
+  LoadStats stats;
+
+ private:
+  friend class ReadConn;
+  struct PlaneWork {
+    uint64_t good = 0, lost = 0, receiving = 0, revoked = 0;   // places, by shard
+    uint64_t revoke_wanted = 0, decoded = 0, lagging = 0;
+    bool complete = false, decoding = false, doubted = false;
+    int64_t ready_ns = 0;      // all but m of the data shards are there or lost
+    int64_t lagged_ns = 0;     // when the last shard was called lagging
+    uint8_t* parity[M_MAX] = {};
+  };
+  struct ParityAsk {
+    int32_t stream = -1;
+    std::vector<uint32_t> item;   // by plane
+    bool late_asked = false;
+  };
+  struct ExtentWork {
+    mutable std::mutex mutex;
+    std::vector<PlaneWork> planes;
+    std::unique_ptr<uint8_t[]> checks;   // by plane, shard: sums and digests as they came; sums of rebuilt shards
+    uint8_t parity_order[M_MAX] = {};
+    ParityAsk parity[M_MAX];
+    bool failed = false, degraded = false;
+  };
+  struct Late { uint32_t extent; uint32_t parity; };
+  // What is to be done once no extent is locked.
+  struct Todo {
+    std::vector<std::pair<int32_t, uint32_t>> read;   // stream, items
+    std::vector<Late> late;
+    std::vector<uint32_t> failed;
+  };
+  struct Target { uint8_t *checks, *base; size_t stride; };
+
+  // By ReadConn. claim: false when the bytes are unwanted; true makes the place RECEIVING until release.
+  bool claim(const Stream::Item& item, std::vector<uint8_t>& tail, Target& target);   // tail: room for pieces that are cut
+  enum class Got : uint8_t { PART, WHOLE, BAD };
+  void release(const Stream::Item& item, Got got);
+  void lose(const Stream& stream, uint32_t first, uint32_t end, Outcome why);
+  bool verify(const Stream::Item& item, const Target& target, uint32_t first, uint32_t end) const;
+  void copy_tail(const Stream::Item& item, const uint8_t* tail);
+  bool is_cut(const Stream::Item& item) const;
+  uint64_t body_bytes(const Stream::Item& item) const;
+  uint32_t blocks(const Stream::Item& item) const { return plan_.extents[item.extent].count; }
+  uint32_t piece_bytes(const Stream::Item& item) const { return plan_.planes[item.plane].shard_bytes; }
+
+  uint64_t data_mask() const { return (uint64_t(1) << k_) - 1; }
+  uint8_t* place(uint32_t extent, uint32_t plane) const;                  // of the plane in the first row
+  uint8_t* checks(uint32_t extent, uint32_t plane, uint32_t shard) const;
+  const uint64_t* sums(uint32_t e, uint32_t p, uint32_t s) const { return reinterpret_cast<const uint64_t*>(checks(e, p, s)); }
+  const Digest* digests(uint32_t e, uint32_t p, uint32_t s) const {
+    return reinterpret_cast<const Digest*>(checks(e, p, s) + 8ull * plan_.extents[e].count);
+  }
+  uint64_t seed(uint32_t extent, uint32_t plane, uint32_t shard, uint32_t block) const;
+
+  // With the extent's lock, which progress and decode may drop meanwhile.
+  void progress(std::unique_lock<std::mutex>& lock, uint32_t extent, uint32_t plane, Todo& todo);
+  void decode(std::unique_lock<std::mutex>& lock, uint32_t extent, uint32_t plane);
+  void complete(uint32_t extent, uint32_t plane);
+  bool drop_liars(uint32_t extent, uint32_t plane);
+  bool digests_hold(uint32_t extent, uint32_t plane) const;
+  bool locate(uint32_t extent, uint32_t plane);
+  void judge(uint32_t extent, uint32_t plane, Todo& todo);   // what else must be read, or is it hopeless
+  void free_parity(PlaneWork& work, uint32_t extent, uint32_t plane);
+  void hash_rebuilt(uint32_t extent, uint32_t plane, uint64_t shards);
+
+  void run(Todo& todo);
+  void read_more(int32_t stream, uint32_t items);
+  void ask_late(std::vector<Late> late);
+  void cut_at(uint32_t extent);
+  void build_frames(Stream& stream) const;
+  void launch(std::shared_ptr<Stream> stream, bool fresh = false);
+  void tick();
+  void arm_tick(Loop& loop);
+  void leave();   // one thread fewer inside a place
+
+  const std::shared_ptr<LoadShared> shared_;
+  const LoadPlan plan_;
+  const uint32_t k_, m_, plane_count_;
+  std::vector<std::unique_ptr<ExtentWork>> work_;
+  std::vector<std::vector<int32_t>> data_stream_;   // by extent, shard: its stream
+
+  mutable std::mutex mutex_;                  // guards what follows, but for the atomics
+  std::condition_variable changed_;
+  std::vector<std::shared_ptr<Stream>> streams_;
+  std::vector<std::shared_ptr<ReadConn>> conns_;
+  std::vector<uint8_t> done_;                 // by extent, plane
+  std::vector<uint32_t> plane_done_;          // extents before cut_ of which the plane is complete
+  bool ended_ = false, cancelled_ = false;
+  std::atomic<uint32_t> cut_;                 // extents still promised
+  std::atomic<uint32_t> inside_{0};           // threads inside a place
+  std::atomic<bool> over_{false};
+};
+
+}  // namespace kv::client

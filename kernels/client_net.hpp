@@ -1,0 +1,222 @@
+// Connections of a client: event loops, nodes and what is known of their health, and the part that all connections share.
+//
+// Threads: each connection belongs to one Loop and is read and closed by that thread alone. What other threads may do (queue bytes,
+// send them at once, switch reading on) is guarded by the connection's mutex. Lock order: node, then connection; call or job last.
+#pragma once
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <queue>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "wire.hpp"
+
+namespace kv::client {
+
+inline constexpr int64_t MS = 1'000'000, SECOND = 1'000'000'000;
+int64_t now_ns();   // monotonic
+
+// What ended a request without an answer; beside the numbers of Status, which a daemon answered.
+enum class Fault : uint32_t {
+  UNREACHABLE = 100,   // no connection could be made, or the node is held for down
+  BROKEN = 101,        // the connection ended, or the peer broke the protocol
+  STALLED = 102,       // nothing came for too long
+  LIMIT = 103,         // a limit of this client
+  CANCELLED = 104,     // the caller gave up
+};
+using Outcome = uint32_t;   // a Status or a Fault
+inline constexpr Outcome outcome(Fault f) { return uint32_t(f); }
+inline constexpr Outcome outcome(Status s) { return uint32_t(s); }
+
+struct NetConfig {
+  uint32_t loops = 2;                       // bulk threads; small messages have one of their own
+  uint32_t bulk_connections_max = 2048;
+  int64_t connect_timeout_ns = 1 * SECOND;
+  int64_t stall_timeout_ns = 3 * SECOND;    // nothing heard while something is owed: the connection is half open
+  int64_t drain_timeout_ns = 1 * SECOND;    // an unread rest after a load
+  uint64_t drain_bytes_max = 8u << 20;      // a longer rest is not worth reading: the connection is closed
+  int64_t idle_timeout_ns = 60 * SECOND;
+  int64_t backoff_min_ns = 250 * MS, backoff_max_ns = 5 * SECOND;
+  int parity_receive_bytes = 64 << 10;      // so that a daemon whose parity nobody reads stalls early
+  std::array<uint8_t, 16> cluster{};
+  uint64_t epoch = 0;
+};
+
+// Latencies seen lately and the delay after which an answer counts as late. Any thread.
+class Learnt {
+ public:
+  Learnt(int64_t floor_ns, int64_t ceiling_ns, double factor) : floor_(floor_ns), ceiling_(ceiling_ns), factor_(factor), delay_(4 * floor_ns) {}
+  void add(int64_t ns);
+  int64_t delay() const { return delay_.load(std::memory_order_relaxed); }
+
+ private:
+  static constexpr size_t KEPT = 256;
+  const int64_t floor_, ceiling_;
+  const double factor_;
+  std::mutex mutex_;
+  std::array<int64_t, KEPT> ring_{};
+  size_t count_ = 0;
+  std::atomic<int64_t> delay_;
+};
+
+class Conn;
+class SmallConn;
+class ReadConn;
+class WriteConn;
+
+class Loop {
+ public:
+  Loop();
+  ~Loop();
+  Loop(const Loop&) = delete;
+  void stop();                                  // joins; connections are closed on the loop's thread first
+  void post(std::function<void()> task);        // any thread
+  bool here() const { return std::this_thread::get_id() == thread_.get_id(); }
+
+  // Loop thread only.
+  void add(std::shared_ptr<Conn> conn);
+  void remove(uint64_t conn_id);                // destroyed after this round of events
+  void at(int64_t when_ns, std::function<void()> task);
+  int epoll() const { return epoll_; }
+
+ private:
+  struct Timer {
+    int64_t when;
+    uint64_t order;
+    std::function<void()> task;
+    bool operator<(const Timer& o) const { return when != o.when ? when > o.when : order > o.order; }
+  };
+  void run();
+  void run_posted();
+  int64_t run_timers();   // when the next is due
+  bool sweep(int64_t now);
+
+  int epoll_ = -1, wake_ = -1;
+  std::mutex mutex_;
+  std::vector<std::function<void()>> posted_;
+  bool stopping_ = false;
+  std::priority_queue<Timer> timers_;
+  uint64_t timer_order_ = 0;
+  std::unordered_map<uint64_t, std::shared_ptr<Conn>> conns_;
+  std::vector<std::shared_ptr<Conn>> retired_;
+  std::thread thread_;
+};
+
+struct Address {
+  sockaddr_storage storage{};
+  socklen_t bytes = 0;
+};
+// "1.2.3.4:7400" or "[::1]:7400"; std::invalid_argument for anything else.
+Address parse_address(const std::string& text);
+
+struct Node {
+  uint32_t index = 0;
+  Address address;
+  std::mutex mutex;                       // guards the connections below and failures
+  std::shared_ptr<SmallConn> small;
+  std::shared_ptr<WriteConn> write;
+  std::vector<std::shared_ptr<ReadConn>> idle_data, idle_parity;
+  uint32_t failures = 0;
+  std::atomic<int64_t> down_until_ns{0};
+  std::atomic<int64_t> late_since_ns{0};  // an answer is owed and was late; ends with the next byte heard
+
+  bool down(int64_t now) const { return now < down_until_ns.load(std::memory_order_relaxed); }
+  bool late() const { return late_since_ns.load(std::memory_order_relaxed) != 0; }
+  void heard() {
+    if (late_since_ns.load(std::memory_order_relaxed)) late_since_ns.store(0, std::memory_order_relaxed);
+  }
+  void mark_late(int64_t now) {
+    int64_t none = 0;
+    late_since_ns.compare_exchange_strong(none, now);
+  }
+};
+
+struct NetStats {
+  std::atomic<uint64_t> connects{0}, connect_failures{0}, connections_broken{0}, connections_stalled{0}, bytes_received{0}, bytes_sent{0},
+      protocol_errors{0};
+  std::atomic<int64_t> connections{0}, bulk_connections{0};
+};
+
+// Everything that connections of one client share.
+class Net {
+ public:
+  Net(const NetConfig& config, const std::vector<std::string>& addresses);
+  ~Net();
+  const NetConfig config;
+  NetStats stats;
+  Learnt discover_delay{3 * MS, 100 * MS, 4.0}, promise_delay{3 * MS, 100 * MS, 4.0}, small_delay{3 * MS, 100 * MS, 4.0};
+  std::vector<std::unique_ptr<Node>> nodes;
+  std::unique_ptr<Loop> small_loop;
+  std::vector<std::unique_ptr<Loop>> bulk_loops;
+
+  uint64_t next_id() { return ids_.fetch_add(1, std::memory_order_relaxed); }
+  Loop& bulk_loop(uint32_t node, bool parity) { return *bulk_loops[(node + (parity ? 1 : 0)) % bulk_loops.size()]; }
+  void failed(Node& node);      // a connection could not be made or went silent: held for down for a while, longer each time
+  void succeeded(Node& node);
+  void stop();
+
+ private:
+  std::atomic<uint64_t> ids_{1};
+};
+
+// One TCP connection: connect, HELLO, an out-queue of small frames. What comes in is the business of the class below it.
+class Conn : public std::enable_shared_from_this<Conn> {
+ public:
+  enum class State : uint8_t { NEW, CONNECTING, OPEN, CLOSED };
+  Conn(Net& net, Node& node, Loop& loop, wire::Role role, int receive_bytes = 0);
+  virtual ~Conn();
+  Conn(const Conn&) = delete;
+
+  void open();                          // loop thread; ends in on_closed when it fails
+  void close(Outcome why);              // loop thread
+  void on_events(uint32_t events);      // loop thread
+  virtual bool on_sweep(int64_t now);   // loop thread, now and then; true while something is owed
+  State state() const { return state_.load(std::memory_order_acquire); }
+
+  const uint64_t id;
+  Net& net;
+  Node& node;
+  Loop& loop;
+
+ protected:
+  virtual void on_open() {}             // connected; HELLO is on its way
+  virtual void on_read() = 0;           // HELLO has been answered
+  virtual bool has_more() { return false; }   // more to send than the out-queue
+  virtual void send_more() {}
+  virtual void on_closed(Outcome why) = 0;
+
+  bool flush_locked();                  // sends the out-queue; false when the connection broke
+  void listen_locked();                 // tells epoll what is waited for
+  ssize_t receive(void* into, size_t bytes, int flags = 0);    // as recv, -1 with EAGAIN; 0 at the end of the stream
+  void heard(int64_t now) { last_heard_ns_ = now; node.heard(); }
+  void broke_protocol();                // closes
+
+  std::mutex mutex_;                    // guards fd_, out_, reading_, events_
+  int fd_ = -1;
+  std::vector<uint8_t> out_;
+  size_t out_at_ = 0;
+  bool reading_ = true;
+  uint32_t events_ = 0;
+  std::atomic<State> state_{State::NEW};
+  int64_t opened_ns_ = 0, last_heard_ns_ = 0;
+  bool greeted_ = false;
+
+ private:
+  bool read_hello();
+  const wire::Role role_;
+  const int receive_bytes_;
+  uint32_t hello_got_ = 0;
+  uint8_t hello_[sizeof(wire::FrameHeader) + sizeof(wire::Hello)];
+};
+
+wire::FrameHeader request_header(wire::Verb verb, uint64_t request_id, uint32_t body_bytes, uint32_t check);
+
+}  // namespace kv::client

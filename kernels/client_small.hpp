@@ -1,0 +1,170 @@
+// Small messages: one multiplexed connection per node, and calls that ask many nodes at once.
+//
+// A Call sends frames to several nodes and collects their answers; a thread waits for "enough". Answers that come after the waiter has left
+// are taken in and forgotten: a late answer never blocks the next one. A frame once accepted is sent even when nobody waits any more.
+#pragma once
+#include <deque>
+#include <span>
+
+#include "client_net.hpp"
+
+namespace kv::client {
+
+class SmallConn;
+
+class Call : public std::enable_shared_from_this<Call> {
+ public:
+  Call(std::shared_ptr<Net> net, Learnt& learnt) : net_(std::move(net)), learnt_(learnt) {}
+  virtual ~Call() = default;
+  // Waits until done() or the time has passed; true when done. Any thread, without the GIL.
+  bool wait(int64_t timeout_ns);
+  uint32_t pending() const;
+  std::vector<uint32_t> owing(int64_t age_ns) const;   // nodes that have owed an answer for so long
+
+ protected:
+  friend class SmallConn;
+  struct Slot {
+    uint32_t node;
+    int64_t sent_ns;
+    bool answered = false;
+  };
+  // Queues one frame; its number is what on_answer will name. Call without the mutex.
+  uint32_t send(uint32_t node, wire::Verb verb, const std::vector<uint8_t>& body);
+  virtual void on_answer(uint32_t slot, Outcome result, std::span<const uint8_t> body) = 0;   // mutex held
+  virtual bool done_locked() const { return pending_ == 0; }
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  const std::shared_ptr<Net> net_;
+  Learnt& learnt_;   // of net_
+  std::deque<Slot> slots_;
+  uint32_t pending_ = 0;
+
+ private:
+  void answer(uint32_t slot, Outcome result, std::span<const uint8_t> body);
+};
+
+class SmallConn final : public Conn {
+ public:
+  SmallConn(Net& net, Node& node) : Conn(net, node, *net.small_loop, wire::Role::SMALL) {}
+  // The node's connection, made when there is none; null while the node is held for down.
+  static std::shared_ptr<SmallConn> of(Net& net, Node& node);
+  // Any thread. A failure is answered to the call like any other.
+  void submit(wire::Verb verb, const std::vector<uint8_t>& body, std::shared_ptr<Call> call, uint32_t slot);
+  bool on_sweep(int64_t now) override;
+
+ protected:
+  void on_read() override;
+  void on_closed(Outcome why) override;
+
+ private:
+  static constexpr size_t OUT_BYTES_MAX = 4u << 20;
+  struct Pending {
+    std::shared_ptr<Call> call;
+    uint32_t slot;
+    int64_t sent_ns;
+    uint8_t verb;
+  };
+  void answer(uint64_t request_id, uint8_t verb, Outcome result, std::span<const uint8_t> body);
+  std::unordered_map<uint64_t, Pending> pending_;   // guarded by mutex_
+  std::vector<uint8_t> in_;                         // loop thread
+  size_t in_used_ = 0;
+  int64_t last_used_ns_ = 0;
+};
+
+// Any frames to any nodes.
+class RpcCall final : public Call {
+ public:
+  RpcCall(std::shared_ptr<Net> net, uint32_t need) : Call(net, net->small_delay), need_(need) {}
+  void ask(uint32_t node, wire::Verb verb, const std::vector<uint8_t>& body) { send(node, verb, body); }
+  struct Answer {
+    Outcome result = outcome(Fault::CANCELLED);
+    bool there = false;
+    std::vector<uint8_t> body;
+  };
+  std::vector<Answer> answers() const;   // in the order asked
+
+ protected:
+  void on_answer(uint32_t slot, Outcome result, std::span<const uint8_t> body) override;
+  bool done_locked() const override { return pending_ == 0 || (need_ && good_ >= need_); }
+
+ private:
+  std::vector<Answer> answers_;
+  uint32_t need_, good_ = 0;
+};
+
+// One writing of one extent as a lookup sees it. A row of the array Python gets; its dtype is asserted in kvstore/client/native.py.
+struct Found {
+  uint64_t write_id, shard_mask, write_epoch, layout_tag;
+  uint32_t start;         // index of its first block among the caller's keys
+  uint32_t match;         // leading blocks whose tags equal the caller's
+  uint32_t node;          // who said so
+  uint32_t earlier_at, earlier_count;   // in earlier()
+  uint32_t start_block, kv_group, pg, block_bytes;
+  uint16_t block_count, depth;
+  uint8_t fidelity, retention_class, k, m, cipher, plane_count, zero[10];
+};
+static_assert(sizeof(Found) == 88);
+
+// "Which extents start at these keys?" Keys are asked one node each, as the caller chooses, and asked again elsewhere as it sees fit.
+class DiscoverCall final : public Call {
+ public:
+  DiscoverCall(std::shared_ptr<Net> net, const Owner& owner, uint64_t epoch, const uint8_t* keys, uint32_t count);
+  static constexpr uint32_t KEYS_PER_FRAME = 512;
+  // Asks nodes[i] for key indices[i]; batched per node, in the order of first use.
+  // counted: done() waits for one more answer for each; otherwise these replace requests that failed or are late.
+  void ask(const int32_t* indices, const int32_t* nodes, uint32_t count, bool counted);
+  std::vector<Found> found() const;
+  std::vector<uint32_t> earlier() const;
+  std::vector<uint8_t> answers() const;         // per key: nodes that looked at it
+  std::vector<int32_t> take_failed();           // keys of requests that failed since the last call
+  std::vector<int32_t> unsettled() const;       // keys with fewer answers than wanted
+
+ protected:
+  void on_answer(uint32_t slot, Outcome result, std::span<const uint8_t> body) override;
+  bool done_locked() const override { return pending_ == 0 || unsettled_ == 0 || !failed_.empty(); }
+
+ private:
+  bool parse(const std::vector<int32_t>& asked, uint32_t node, std::span<const uint8_t> body);
+  const Owner owner_;
+  const uint64_t epoch_;
+  std::vector<uint8_t> keys_;
+  std::vector<uint64_t> tags_;
+  std::vector<std::vector<int32_t>> asked_;     // per slot
+  std::vector<Found> found_;
+  std::vector<uint32_t> earlier_;
+  std::vector<uint8_t> answers_, wanted_;       // per key
+  uint32_t unsettled_ = 0;                      // keys with fewer answers than wanted
+  std::vector<int32_t> failed_;
+  std::unordered_map<uint64_t, uint32_t> seen_; // start and write id, mixed: index into found_
+};
+
+// Promise and touch extents at the nodes of their lists; done when each has enough shards.
+class PromiseCall final : public Call {
+ public:
+  struct Want {
+    wire::PromiseRequest head;   // count is filled in
+    const uint8_t* names;        // count x WritingName
+    const int32_t* nodes;        // count x shards, -1: nobody
+    uint32_t count, shards, need;
+  };
+  PromiseCall(std::shared_ptr<Net> net, const Want& want);
+  void start();
+  std::vector<uint64_t> masks() const;       // per extent: shards confirmed
+  std::vector<uint64_t> answered() const;    // per extent: shards whose node has answered or failed
+
+ protected:
+  void on_answer(uint32_t slot, Outcome result, std::span<const uint8_t> body) override;
+  bool done_locked() const override { return pending_ == 0 || short_ == 0; }
+
+ private:
+  const wire::PromiseRequest head_;
+  const uint32_t count_, shards_, need_;
+  std::vector<uint8_t> names_;
+  std::vector<int32_t> nodes_;
+  std::vector<std::vector<uint32_t>> asked_;   // per slot: extents
+  std::vector<uint64_t> masks_, answered_;
+  uint32_t short_;                             // extents with fewer than need
+};
+
+}  // namespace kv::client

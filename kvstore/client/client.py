@@ -1,0 +1,343 @@
+"""The synchronous face: lookup, load, store, over one native core (threads and connections) that all callers share."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from kvstore.client import store as stores
+from kvstore.client.buffers import as_rows
+from kvstore.client.clock import Clock
+from kvstore.client.config import ClientConfig
+from kvstore.client.counters import Counters
+from kvstore.client.load import Hedge, Load, checked_blocks
+from kvstore.client.lookup import Hit, Lookup, Wanted
+from kvstore.client.native import U32
+from kvstore.client.promises import Promises
+from kvstore.client.store import StoreFuture, Stores
+from kvstore.client.ticket import EXTENT, Ticket
+from kvstore.client.values import Accept, Fidelity, LoadOutcome, LoadResult, PlaneReady
+from kvstore.clustermap import ClusterMap
+from kvstore.errors import Closed, LayoutError, MisuseError
+from kvstore.extents import cut
+from kvstore.kernels import _native
+from kvstore.keys import Keys, checked_keys
+from kvstore.layout import Layout
+from kvstore.placement import Placement
+
+OWNER_BYTES: Final = 16
+_CHAINS_KEPT: Final = 4096
+
+
+class Client:
+    """Lookup, load and store for blocks of one layout. Safe to share between threads; not usable in a forked child."""
+
+    def __init__(
+        self,
+        cluster_map: ClusterMap,
+        *,
+        layout: Layout,
+        config: ClientConfig | None = None,
+        clock: Clock | None = None,
+        owner: bytes = bytes(OWNER_BYTES),
+        kv_group: int = 0,
+    ) -> None:
+        """Connects to nothing yet. `owner` stands for the tenant on the nodes. Raises MisuseError for impossible arguments."""
+        if not isinstance(owner, bytes) or len(owner) != OWNER_BYTES:
+            raise MisuseError("E565", "owner", "is not 16 bytes", "pass the tenant's owner tag")
+        self.map = cluster_map
+        self.layout = layout
+        self.config = config or ClientConfig()
+        self.clock = clock or Clock()
+        self.owner = owner
+        self._placements = {number: Placement(cluster_map, number) for number in cluster_map.epochs}
+        self._planes = layout.planes(cluster_map.k)
+        self._plane_table: U32 = np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in self._planes], np.uint32)
+        tag = int.from_bytes(layout.digest()[:8], "little")
+        self._wanted = Wanted(tag, layout.block_bytes, len(self._planes), cluster_map.k, cluster_map.m, kv_group)
+        self._promises = Promises(self.config.promise_reuse_seconds)
+        self._counters = Counters()
+        self._starts: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()  # last block's key of a chain: starts of its extents
+        config = self.config
+        self._core = _native.ClientCore(
+            [node.address for node in cluster_map.nodes], cluster_map.tag, cluster_map.epoch, cluster_map.k, cluster_map.m,
+            threads=config.threads, bulk_connections_max=config.bulk_connections_max, queue_bytes_max=config.queue_bytes_max,
+            connect_timeout_seconds=config.connect_timeout_seconds, stall_timeout_seconds=config.stall_timeout_seconds,
+            drain_timeout_seconds=config.drain_timeout_seconds, idle_timeout_seconds=config.idle_timeout_seconds,
+            store_deadline_seconds=config.store_deadline_seconds,
+        )  # fmt: skip
+        self._stores = Stores(self._core)
+        self._finalizer = weakref.finalize(self, _close, self._core, self._stores, os.getpid())
+
+    # --- lookup ---
+
+    def lookup(
+        self,
+        keys: Keys,
+        *,
+        accept: Accept = Accept.EXACT,
+        retention_class: str = "chat",
+        deadline_seconds: float | None = None,
+    ) -> Ticket:
+        """The longest prefix of `keys` (n, 32) that can be read, promised for a while and touched for `retention_class`.
+
+        No node, no answer in time, nothing there: a ticket with fewer blocks, or none. Raises KeyFormatError, MisuseError, Closed.
+        """
+        began = time.monotonic()
+        keys = checked_keys(keys)
+        class_id = self._class_id(retention_class)
+        self._check_open()
+        deadline = began + (self.config.lookup_deadline_seconds if deadline_seconds is None else deadline_seconds)
+        if len(keys) == 0:
+            return self._ticket(keys, Hit([], np.empty(0), [], []), retention_class)
+        lookup = Lookup(
+            self._core, self._placements, self.config, self._promises, self._wanted, self.owner, accept, class_id,
+            int(self.clock.bucket_time() // self.map.bucket_seconds), self.clock.monotonic(),
+        )  # fmt: skip
+        try:
+            hit = lookup.run(keys, deadline)
+        except BaseException:
+            self._counters.lookup_failed()
+            raise
+        ticket = self._ticket(keys, hit, retention_class)
+        if hit.pieces:
+            reach = hit.pieces[-1].end
+            self._remember(keys, reach, [start for start in hit.starts if start < reach])
+        self._counters.looked_up(retention_class, len(keys) * self.config.block_tokens, ticket.hit_tokens, time.monotonic() - began)
+        return ticket
+
+    def ticket(self, data: bytes) -> Ticket:
+        """A ticket that another agent made with the same ticket key. Raises ProtocolError."""
+        return Ticket.from_bytes(data, self.config.ticket_key)
+
+    def _ticket(self, keys: Keys, hit: Hit, retention_class: str) -> Ticket:
+        table = np.zeros(len(hit.pieces), EXTENT)
+        blocks = 0
+        if hit.pieces:
+            rows = [piece.candidate.row for piece in hit.pieces]
+            found = hit.found[rows]
+            table["extent_key"] = keys[found["start"]]
+            for name in ("write_id", "write_epoch", "depth", "fidelity"):
+                table[name] = found[name]
+            table["absent"] = hit.absent
+            table["first_block"] = [piece.start - piece.candidate.start for piece in hit.pieces]
+            table["count"] = [piece.end - piece.start for piece in hit.pieces]
+            blocks = hit.pieces[-1].end
+        expires = int((self.clock.wall_time() + self.config.ticket_seconds) * 1000)
+        return Ticket(
+            keys[:blocks].copy(), table, self.config.block_tokens, len(keys), self.owner, self.map.tag, self._wanted.layout_tag,
+            self.map.epoch, expires, self.config.ticket_key, retention_class,
+        )  # fmt: skip
+
+    # --- load ---
+
+    def load(
+        self,
+        ticket: Ticket,
+        destination: Any = None,
+        *,
+        hedge: Hedge = "lazy",
+        deadline_seconds: float | None = None,
+        blocks: range | None = None,
+    ) -> LoadResult:
+        """Fills `destination` (blocks, block_bytes) with blocks of the ticket; `blocks` names a part of its hit, all of it by default.
+
+        Takes numpy arrays, torch CPU tensors and any writable buffer, rows any distance apart. The first `result.blocks` rows are whole;
+        nothing writes to the memory once this has returned. Memory that was never touched costs half the speed: use it again.
+        Raises LayoutError for memory that does not fit, MisuseError, Closed.
+        """
+        return self.load_with(None, ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=blocks)
+
+    def load_with(
+        self,
+        began: Callable[[Load], None] | None,
+        ticket: Ticket,
+        destination: Any = None,
+        *,
+        hedge: Hedge = "lazy",
+        deadline_seconds: float | None = None,
+        blocks: range | None = None,
+    ) -> LoadResult:
+        """As load; `began` is given the load under way, so that another thread can cancel it."""
+        wanted = checked_blocks(ticket, blocks)
+        early = self._cannot_load(ticket, wanted)
+        if early is not None:
+            return early
+        load = self.begin_load(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted)
+        try:
+            if began is not None:
+                began(load)
+            return self._counted(load.finish(), ticket, len(wanted))
+        except BaseException:
+            load.cancel()
+            self._counted(load.finish(), ticket, len(wanted))
+            raise
+
+    def planes(
+        self,
+        ticket: Ticket,
+        destination: Any,
+        *,
+        hedge: Hedge = "lazy",
+        deadline_seconds: float | None = None,
+        blocks: range | None = None,
+    ) -> Iterator[PlaneReady]:
+        """As load, but yields each plane when it is whole over the range. Closing the iterator early ends the load.
+
+        A load that falls short yields smaller `blocks`, or stops early: only rows whole in every plane may be used for later layers.
+        """
+        wanted = checked_blocks(ticket, blocks)
+        if self._cannot_load(ticket, wanted) is not None:
+            return
+        load = self.begin_load(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted)
+        try:
+            yield from load.planes()
+        finally:
+            self._counted(load.finish(), ticket, len(wanted))
+
+    def begin_load(self, ticket: Ticket, destination: Any, *, hedge: Hedge, deadline_seconds: float | None, blocks: range) -> Load:
+        """A load under way, for those who drive it themselves; `finish()` must be called. Most want load() or planes()."""
+        self._check_open()
+        if ticket.layout_tag != self._wanted.layout_tag or ticket.cluster != self.map.tag:
+            raise MisuseError("E566", "ticket", "is of another layout or cluster", "redeem it with a client of the same")
+        if hedge not in ("lazy", "eager"):
+            raise MisuseError("E567", f"hedge {hedge!r}", "is not known", 'pass "lazy" or "eager"')
+        if destination is None:
+            destination = np.empty((len(blocks), self.layout.block_bytes), np.uint8)
+        rows = as_rows(destination, len(blocks), self.layout.block_bytes, writable=True)
+        seconds = self.config.load_deadline_seconds if deadline_seconds is None else deadline_seconds
+        load = Load(self._core, self._placements, self._planes, ticket, blocks, rows, hedge, seconds)
+        self._counters.load_began()
+        return load
+
+    def _cannot_load(self, ticket: Ticket, blocks: range) -> LoadResult | None:
+        outcome = LoadOutcome.COMPLETE if not len(blocks) else LoadOutcome.EXPIRED if ticket.expired(self.clock.wall_time()) else None
+        if outcome is None:
+            return None
+        self._check_open()
+        if outcome is LoadOutcome.EXPIRED:
+            self._counters.load_began()
+            self._counters.loaded(ticket.retention_class, outcome.value, 0, len(blocks) * ticket.block_tokens, 0, 0.0)
+        return LoadResult(outcome, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
+
+    def _counted(self, result: LoadResult, ticket: Ticket, wanted: int) -> LoadResult:
+        short = (wanted - result.blocks) * ticket.block_tokens if result.outcome is not LoadOutcome.CANCELLED else 0
+        self._counters.loaded(
+            ticket.retention_class, result.outcome.value, result.blocks * ticket.block_tokens, short, result.bytes, result.seconds
+        )
+        if short:
+            for extent in ticket.extents:
+                self._promises.forget(extent["extent_key"].tobytes(), int(extent["write_id"]))
+        return result
+
+    # --- store ---
+
+    def store(
+        self,
+        keys: Keys,
+        blocks: Any,
+        *,
+        first_block: int,
+        retention_class: str = "chat",
+        fidelity: Fidelity = Fidelity.EXACT,
+    ) -> StoreFuture:
+        """Stores keys[first_block : first_block + n] from `blocks` (n, block_bytes); `keys` is the whole chain from block 0.
+
+        Returns at once. The memory is read in the background and must stay as it is until the future is done; it is kept alive here.
+        Past `queue_bytes_max` the oldest unsent extents are dropped. Raises LayoutError, KeyFormatError, MisuseError, Closed.
+        """
+        keys = checked_keys(keys)
+        class_id = self._class_id(retention_class)
+        self._check_open()
+        rows = as_rows(blocks, None, self.layout.block_bytes, writable=False)
+        if not 0 <= first_block <= len(keys) - len(rows):
+            what = f"blocks {first_block} to {first_block + len(rows)}"
+            raise LayoutError("E524", what, f"the chain has {len(keys)} keys", "pass the whole chain from block 0")
+        spans = cut(first_block, len(rows), self.layout)
+        placement = self._placements[self.map.epoch]
+        own_keys = np.ascontiguousarray(keys[first_block : first_block + len(rows)])
+        starts = [span.start for span in spans]
+        groups = placement.pg_of(keys[starts]) if spans else np.empty(0, np.uint32)
+        nodes = placement.table()[groups] if spans else np.empty((0, placement.shards_count), np.int32)
+        earlier = self._starts.get(keys[first_block - 1].tobytes(), ()) if first_block else ()
+        fields = {
+            "layout_tag": self._wanted.layout_tag,
+            "bucket": int(self.clock.bucket_time() // self.map.bucket_seconds),
+            "kv_group": self._wanted.kv_group,
+            "depth": fidelity.depth,
+            "retention_class": class_id,
+            "fidelity": int(fidelity.kind),
+        }
+
+        def submit() -> int:
+            return self._core.store(
+                self.owner, self.map.epoch, stores.write_ids(len(spans)), stores.spans_of([(s.start, s.count) for s in spans], groups),
+                np.ascontiguousarray(nodes, np.int32), self._plane_table, own_keys, rows, np.array(earlier, np.uint32), fields,
+            )  # fmt: skip
+
+        began = time.monotonic()
+        future = self._stores.add(submit, (blocks, rows), [span.count for span in spans], self.layout.block_bytes)
+        future.add_done_callback(lambda _: self._counters.stored(time.monotonic() - began))
+        if spans:
+            self._remember(keys, spans[-1].stop, [*earlier, *starts])
+        return future
+
+    def _remember(self, keys: Keys, end: int, starts: list[int]) -> None:
+        """For the next store of this chain: what its records name as earlier extents."""
+        name = keys[end - 1].tobytes()
+        self._starts[name] = tuple(starts[-128:])
+        self._starts.move_to_end(name)
+        while len(self._starts) > _CHAINS_KEPT:
+            self._starts.popitem(last=False)
+
+    def flush(self, deadline_seconds: float | None = None) -> bool:
+        """Waits until every store is done; False when the time passed first."""
+        return self._stores.flush(self.config.store_deadline_seconds if deadline_seconds is None else deadline_seconds)
+
+    # --- life ---
+
+    def close(self) -> None:
+        """Waits a while for stores on their way, ends loads, closes connections. A second call does nothing."""
+        if self._finalizer.alive:
+            self._stores.flush(self.config.close_seconds)
+            self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the start and gauges of now, by plain name; docs/CLIENT.md lists them."""
+        return {**self._core.stats(), **self._counters.flat(), "stores_open": self._stores.open_count()}
+
+    @property
+    def counters(self) -> Counters:
+        """For kvstore.client.metrics."""
+        return self._counters
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise Closed("E560", "client", "is closed", "make a new one")
+
+    def _class_id(self, retention_class: str) -> int:
+        found = self.map.classes.get(retention_class)
+        if found is None:
+            fix = f"use one of {', '.join(sorted(self.map.classes))}"
+            raise MisuseError("E568", f"retention class {retention_class!r}", "is not in the cluster map", fix)
+        return found.id
+
+
+def _close(core: _native.ClientCore, open_stores: Stores, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has none of the threads
+    core.close()
+    open_stores.end()

@@ -1,0 +1,53 @@
+"""What one client process may choose for itself. What the whole cluster must agree on stands in the cluster map."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.errors import ConfigError
+from kvstore.keys import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """Every field has a range; a value outside it raises ConfigError E150."""
+
+    threads: int = 2  # native threads that receive and send bulk, 1 to 64
+    block_tokens: int = BLOCK_TOKENS  # tokens that one block counts as in hits and metrics, 1 or more
+    lookup_deadline_seconds: float = 2.0
+    load_deadline_seconds: float = 10.0
+    store_deadline_seconds: float = 10.0  # of one extent, from its first byte
+    close_seconds: float = 10.0  # how long close() waits for stores on their way
+    queue_bytes_max: int = 1 << 30  # blocks handed to store() and not yet sent; past it the oldest extents are dropped
+    bulk_connections_max: int = 2048
+    connect_timeout_seconds: float = 1.0
+    stall_timeout_seconds: float = 3.0  # a peer that owes something and says nothing: the connection is half open
+    drain_timeout_seconds: float = 1.0  # what a load left unread
+    idle_timeout_seconds: float = 60.0
+    promise_seconds: int = 60  # how long nodes keep what a lookup found, 1 to 600
+    promise_reuse_seconds: float = 30.0  # a second lookup relies on the first one's promise; at most half of promise_seconds
+    ticket_seconds: float = 10.0
+    # Shared by all agents that redeem each other's tickets: 16 to 64 bytes, random by default.
+    ticket_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def __post_init__(self) -> None:
+        self._need("threads", 1 <= self.threads <= 64, "1 to 64")
+        self._need("block_tokens", self.block_tokens >= 1, "at least 1")
+        for name in (
+            "lookup_deadline_seconds", "load_deadline_seconds", "store_deadline_seconds", "connect_timeout_seconds",
+            "stall_timeout_seconds", "drain_timeout_seconds", "idle_timeout_seconds", "ticket_seconds",
+        ):  # fmt: skip
+            self._need(name, 0 < getattr(self, name) <= 3600, "above 0, at most 3600")
+        self._need("close_seconds", 0 <= self.close_seconds <= 3600, "0 to 3600")
+        self._need("queue_bytes_max", self.queue_bytes_max >= 1 << 20, "at least 1 MiB")
+        self._need("bulk_connections_max", self.bulk_connections_max >= 1, "at least 1")
+        self._need("promise_seconds", 1 <= self.promise_seconds <= 600, "1 to 600")
+        self._need("promise_reuse_seconds", 0 <= self.promise_reuse_seconds <= self.promise_seconds / 2, "0 to half of promise_seconds")
+        self._need("ticket_key", 16 <= len(self.ticket_key) <= 64, "16 to 64 bytes")
+
+    def _need(self, name: str, fine: bool, range_text: str) -> None:
+        if not fine:
+            value: Any = "..." if name == "ticket_key" else getattr(self, name)
+            raise ConfigError("E150", f"client {name} = {value}", f"must be {range_text}")

@@ -1,0 +1,75 @@
+"""What a client counts in Python: once for each lookup and load, never for each block."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from kvstore.metrics import LATENCY_BOUNDS_SECONDS, Histogram
+
+
+class Counters:
+    """Safe to share between threads. Token counts are by retention class name."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.lookup_tokens: Counter[str] = Counter()
+        self.hit_tokens: Counter[str] = Counter()
+        self.delivered_tokens: Counter[str] = Counter()
+        self.lookups: Counter[str] = Counter()  # full, partial, miss, error
+        self.fallbacks: Counter[str] = Counter()  # by LoadOutcome value
+        self.short_hit_tokens = 0
+        self.loads = 0
+        self.loading = 0
+        self.load_bytes = 0
+        self.lookup_seconds = Histogram(LATENCY_BOUNDS_SECONDS)
+        self.load_seconds = Histogram(LATENCY_BOUNDS_SECONDS)
+        self.store_seconds = Histogram(LATENCY_BOUNDS_SECONDS)
+
+    def looked_up(self, retention_class: str, tokens: int, hit_tokens: int, seconds: float) -> None:
+        with self._lock:
+            self.lookup_tokens[retention_class] += tokens
+            self.hit_tokens[retention_class] += hit_tokens
+            self.lookups["miss" if not hit_tokens else "full" if hit_tokens == tokens else "partial"] += 1
+            self.lookup_seconds.observe(seconds)
+
+    def lookup_failed(self) -> None:
+        with self._lock:
+            self.lookups["error"] += 1
+
+    def load_began(self) -> None:
+        with self._lock:
+            self.loading += 1
+
+    def loaded(self, retention_class: str, outcome: str, tokens: int, short_tokens: int, loaded_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self.loading -= 1
+            self.loads += 1
+            self.delivered_tokens[retention_class] += tokens
+            self.short_hit_tokens += short_tokens
+            self.load_bytes += loaded_bytes
+            self.load_seconds.observe(seconds)
+            if outcome not in ("complete", "cancelled"):
+                self.fallbacks[outcome] += 1
+
+    def stored(self, seconds: float) -> None:
+        with self._lock:
+            self.store_seconds.observe(seconds)
+
+    def flat(self) -> dict[str, int | float]:
+        with self._lock:
+            return {
+                "lookup_tokens": self.lookup_tokens.total(),
+                "hit_tokens": self.hit_tokens.total(),
+                "delivered_tokens": self.delivered_tokens.total(),
+                "short_hit_tokens": self.short_hit_tokens,
+                "lookups": self.lookups.total(),
+                **{f"lookups_{kind}": self.lookups[kind] for kind in ("full", "partial", "miss", "error")},
+                "lookup_seconds_sum": self.lookup_seconds.total,
+                "loads": self.loads,
+                "loads_short": self.fallbacks.total(),
+                "load_bytes": self.load_bytes,
+                "load_seconds_sum": self.load_seconds.total,
+                "stores": int(sum(self.store_seconds.counts)),
+                "store_seconds_sum": self.store_seconds.total,
+            }

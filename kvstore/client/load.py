@@ -1,0 +1,151 @@
+"""Loads: what a ticket promises, into the caller's memory. The work is native (kernels/client_load.hpp); here are limits and answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from kvstore.client.native import I32, U8, U32, names_of
+from kvstore.client.ticket import Ticket
+from kvstore.client.values import LoadOutcome, LoadResult, PlaneReady
+from kvstore.errors import MisuseError
+from kvstore.kernels import _native
+from kvstore.layout import Plane
+from kvstore.placement import Placement
+
+Hedge = Literal["lazy", "eager"]
+
+
+class Load:
+    """One load under way. `finish` (or `planes` to its end) gives the memory back; until then nothing else may use it."""
+
+    def __init__(
+        self,
+        core: _native.ClientCore,
+        placements: Mapping[int, Placement],
+        planes: tuple[Plane, ...],
+        ticket: Ticket,
+        blocks: range,
+        rows: U8,
+        hedge: Hedge,
+        deadline_seconds: float,
+    ) -> None:
+        self._started = time.monotonic()
+        self._deadline = self._started + deadline_seconds
+        self._rows = rows
+        self._wanted = len(blocks)
+        self._planes = len(planes)
+        self._block_bytes = rows.shape[1]
+        self._result: LoadResult | None = None
+        self._cancelled = False
+        spans, which = _spans(ticket, blocks)
+        extents = ticket.extents[which]
+        extent_keys = np.ascontiguousarray(extents["extent_key"])
+        self._native = core.load(
+            ticket.owner,
+            ticket.epoch,
+            names_of(extent_keys, extents["write_id"]),
+            spans,
+            _nodes(placements, extent_keys, extents["write_epoch"].tolist(), extents["absent"].tolist()),
+            np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in planes], np.uint32),
+            np.ascontiguousarray(ticket.keys[blocks.start : blocks.stop]),
+            rows,
+            hedge == "eager",
+        )
+
+    def finish(self) -> LoadResult:
+        """Waits for the rest, or the deadline, and ends the load. The same answer each time."""
+        if self._result is None:
+            done = self._native.wait_all(self._deadline - time.monotonic())
+            self._end(done)
+        assert self._result is not None
+        return self._result
+
+    def planes(self) -> Iterator[PlaneReady]:
+        """Planes in order, each when it is whole. Ends the load, also when the iterator is closed early."""
+        try:
+            done = True
+            for plane in range(self._planes):
+                done = self._native.wait_plane(plane, self._deadline - time.monotonic()) and not self._cancelled
+                blocks = self._native.rows_of_plane(plane)
+                if not done or blocks == 0:
+                    break
+                yield PlaneReady(plane, blocks)
+            if self._result is None:
+                self._end(done)
+        finally:
+            if self._result is None:
+                self.cancel()
+                self._end(False)
+
+    def cancel(self) -> None:
+        """Any thread: the waiter returns with what is there."""
+        self._cancelled = True
+        self._native.cancel()
+
+    def _end(self, done: bool) -> None:
+        self._native.end()
+        rows = self._native.rows()
+        stats = self._native.stats()
+        self._result = LoadResult(
+            outcome=self._outcome(rows, done, stats),
+            blocks=rows,
+            bytes=rows * self._block_bytes,
+            seconds=time.monotonic() - self._started,
+            decoded=stats["decodes"],
+            late12=stats["late_asked"],
+            bad_shards=stats["bad_shards"],
+            missing_shards=stats["missing_shards"],
+            lagging_shards=stats["lagging_shards"],
+            shards_asked=stats["shards_asked"],
+        )
+
+    def _outcome(self, rows: int, done: bool, stats: dict[str, int]) -> LoadOutcome:
+        if rows == self._wanted:
+            return LoadOutcome.COMPLETE
+        if self._cancelled:
+            return LoadOutcome.CANCELLED
+        if not done:
+            return LoadOutcome.TIMEOUT
+        if stats["bad_shards"] or stats["digest_mismatches"]:
+            return LoadOutcome.CORRUPT
+        return LoadOutcome.UNREACHABLE if stats["failed_shards"] else LoadOutcome.MISSING
+
+
+def checked_blocks(ticket: Ticket, blocks: range | None) -> range:
+    """The range to load, inside the ticket's hit."""
+    if blocks is None:
+        return range(ticket.hit_blocks)
+    if blocks.step != 1 or blocks.start < 0 or (len(blocks) and blocks.stop > ticket.hit_blocks):
+        raise MisuseError("E564", f"blocks {blocks}", f"the ticket has {ticket.hit_blocks} blocks", "pass a range with step 1 inside them")
+    return blocks
+
+
+def _spans(ticket: Ticket, blocks: range) -> tuple[U32, I32]:
+    """(first block in the extent, blocks, row of the destination) of each extent that the range touches, and which extents they are."""
+    counts = ticket.extents["count"].astype(np.int64)
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    which = np.flatnonzero((ends > blocks.start) & (begins < blocks.stop)).astype(np.int32)
+    low = np.maximum(begins[which], blocks.start)
+    high = np.minimum(ends[which], blocks.stop)
+    first = ticket.extents["first_block"][which] + (low - begins[which])
+    return np.ascontiguousarray(np.stack([first, high - low, low - blocks.start], axis=1), np.uint32), which
+
+
+def _nodes(placements: Mapping[int, Placement], extent_keys: U8, epochs: list[int], absent: list[int]) -> I32:
+    """(extents, k + m): who holds which shard, -1 where nobody does."""
+    shards = next(iter(placements.values())).shards_count
+    nodes: I32 = np.full((len(epochs), shards), -1, np.int32)
+    for epoch in set(epochs):
+        placement = placements.get(epoch)
+        if placement is not None:  # written under a map that this client does not know: lost
+            mine = np.array([one == epoch for one in epochs])
+            nodes[mine] = placement.table()[placement.pg_of(extent_keys[mine])]
+    for row, mask in enumerate(absent):
+        if mask:
+            nodes[row, [s for s in range(shards) if mask >> s & 1]] = -1
+    return nodes

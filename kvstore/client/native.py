@@ -1,0 +1,51 @@
+"""The numbers that kernels/client*.hpp and Python share. Sizes are asserted when this is imported."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.kernels import _native
+
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
+Records = npt.NDArray[Any]
+
+# struct Found of client_small.hpp
+FOUND: Final = np.dtype(
+    [
+        ("write_id", "<u8"), ("shard_mask", "<u8"), ("write_epoch", "<u8"), ("layout_tag", "<u8"),
+        ("start", "<u4"), ("match", "<u4"), ("node", "<u4"), ("earlier_at", "<u4"), ("earlier_count", "<u4"),
+        ("start_block", "<u4"), ("kv_group", "<u4"), ("pg", "<u4"), ("block_bytes", "<u4"),
+        ("block_count", "<u2"), ("depth", "<u2"),
+        ("fidelity", "u1"), ("retention_class", "u1"), ("k", "u1"), ("m", "u1"), ("cipher", "u1"), ("plane_count", "u1"),
+        ("zero", "u1", (10,)),
+    ]
+)  # fmt: skip
+assert FOUND.itemsize == _native.FOUND_BYTES
+
+# WritingName of wire.hpp
+NAME: Final = np.dtype([("extent_key", "u1", (32,)), ("write_id", "<u8")])
+assert NAME.itemsize == 40
+
+PROMISE_PIN: Final = 1
+PROMISE_TOUCH: Final = 2
+
+# enum Stored of client_store.hpp
+STORED, DEGRADED, FAILED, DROPPED = 1, 2, 3, 4
+
+# ClientCore.health()
+HEALTHY, LATE, DOWN = 0, 1, 2
+
+
+def names_of(keys: U8, write_ids: U64) -> U8:
+    """(n, 40): keys (n, 32) with their write ids, as they stand in requests."""
+    names = np.empty((len(keys), NAME.itemsize), np.uint8)
+    names[:, :32] = keys
+    names[:, 32:] = np.ascontiguousarray(write_ids, "<u8").view(np.uint8).reshape(-1, 8)
+    return names

@@ -1,0 +1,71 @@
+"""What the tests of the client share: clusters of real daemons, chains of keys, blocks whose bytes follow from their keys."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client import Client, ClientConfig, LoadResult, Ticket
+from kvstore.kernels import _native
+from kvstore.keys import KeyChain, Keys, Namespace
+from kvstore.layout import PRESETS, Layout, Section
+from kvstore.server.local import LocalCluster
+
+Blocks = npt.NDArray[np.uint8]
+V41 = PRESETS["v41"]
+SMALL = Layout((Section("a", 3_200), Section("b", 1_000)))  # 4,200 B a block: one plane, padded
+NO_REUSE = ClientConfig(promise_reuse_seconds=0)
+WAIT_SECONDS = 20.0
+_numbers = itertools.count(1)
+
+
+@contextmanager
+def cluster_of(directory: Path, nodes: int = 12, *, k: int = 10, m: int = 2, capacity_bytes: int = 256 << 20) -> Iterator[LocalCluster]:
+    with LocalCluster(directory, nodes, k=k, m=m, capacity_bytes=capacity_bytes) as cluster:
+        yield cluster
+
+
+def chain(blocks: int, layout: Layout, seed: int | None = None) -> Keys:
+    """Keys of a prompt that no other call has seen, unless `seed` is given."""
+    number = next(_numbers) if seed is None else seed
+    space = Namespace(weights=f"test-{number}", kv_dtype="test", layout_digest=layout.digest())
+    return KeyChain(space).extend(np.arange(blocks * 128, dtype=np.uint32))
+
+
+def bytes_of(keys: Keys, layout: Layout, salt: int = 0) -> Blocks:
+    out = np.empty((len(keys), layout.block_bytes), np.uint8)
+    _native.generate_blocks(keys, layout.block_bytes, out, salt)
+    return out
+
+
+def store(client: Client, keys: Keys, *, first: int = 0, salt: int = 0, lengths: list[int] | None = None) -> Blocks:
+    """Stores keys[first:] in runs of `lengths` (one run by default), one after the other; the bytes that were stored."""
+    data = bytes_of(keys[first:], client.layout, salt)
+    at = first
+    for length in lengths or [len(keys) - first]:
+        result = client.store(keys[: at + length], data[at - first : at - first + length], first_block=at).result(WAIT_SECONDS)
+        assert result.blocks == length, result
+        at += length
+    return data
+
+
+def load(client: Client, ticket: Ticket, **options: object) -> tuple[LoadResult, Blocks]:
+    """Loads into memory full of 0xEE, so that what was not written shows."""
+    place = np.full((ticket.hit_blocks, client.layout.block_bytes), 0xEE, np.uint8)
+    return client.load(ticket, place, **options), place  # type: ignore[arg-type]  # passed through
+
+
+def until(true: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
+    """Waits for something that another process or thread will do; gives the processor away in between."""
+    from threading import Event
+
+    end, pause = time.monotonic() + seconds, Event()
+    while not true():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        pause.wait(0.005)
