@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 class EvictableStore(Protocol):
     """What the evictor needs of _native.Store."""
 
+    def wait_started(self, timeout_seconds: float) -> bool: ...
     def bucket_now(self) -> int: ...
     def usage(self) -> tuple[int, int, int, int, float]: ...
     def queues(self) -> list[tuple[int, bytes, int, int]]: ...
@@ -62,6 +63,8 @@ class Evictor:
 
     def _run(self) -> None:
         pause = _BACKOFF_SECONDS[0]
+        while not self._stopping.is_set() and not self._store.wait_started(1.0):
+            pass  # before the start scan is over, only a part of the queues is known
         while not self._stopping.is_set():
             wanted = self._store.wait_pressure(self.policy.expiry_interval_seconds)
             if self._stopping.is_set():
