@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import tomllib
 from functools import cache
@@ -14,6 +13,8 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 @cache
 def version() -> str:
     """ "0.1.0"; of the checkout where the package was not installed."""
+    import importlib.metadata  # slow to import
+
     try:
         return importlib.metadata.version("kvstore")
     except importlib.metadata.PackageNotFoundError:

@@ -116,14 +116,15 @@ def test_a_daemon_that_cannot_start_is_told_in_its_own_words_and_nothing_runs_on
     assert not any(cluster.alive(i) for i in range(3)) and not list(tmp_path.glob("*.pid"))
 
 
-def test_erase_leaves_an_empty_cluster(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 2, capacity_bytes=CAPACITY).start()
-    cluster.stop()
-    assert (tmp_path / "node-00").is_dir()
-    cluster.erase()
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    with cluster:
-        assert cluster.ready[0]["index"].startswith("fresh")
+def test_fresh_forgets_what_is_there_even_of_another_shape_but_never_under_a_running_cluster(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, 2, capacity_bytes=CAPACITY) as running:
+        with pytest.raises(DirectoryInUse):
+            LocalCluster(tmp_path, 1, capacity_bytes=CAPACITY, fresh=True).start()
+        assert running.map_path.exists()
+    with LocalCluster(tmp_path, 1, capacity_bytes=CAPACITY, fresh=True) as cluster:
+        assert cluster.ready[0]["index"].startswith("fresh") and not (tmp_path / "node-01").exists()
+        cluster.restart(0)
+        assert not cluster.ready[0]["index"].startswith("fresh"), "only the first start forgets"
 
 
 def test_twelve_daemons_serve_within_seconds(tmp_path: Path) -> None:

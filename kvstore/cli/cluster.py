@@ -78,6 +78,15 @@ def require_some(reports: Iterable[NodeReport], cluster_map: ClusterMap) -> None
         )
 
 
+def why_short(cluster_map: ClusterMap, timeout_seconds: float, otherwise: str) -> str:
+    """The cause to tell when blocks did not come or go: nodes down, or `otherwise`. Raises Unreachable where no node answers at all."""
+    reports = ask_nodes(cluster_map.newest.nodes, timeout_seconds, values=False)
+    require_some(reports, cluster_map)
+    down = [report.node.id for report in reports if not report.up]
+    shown = ", ".join(down[:4]) + (f" and {len(down) - 4} more" if len(down) > 4 else "")
+    return f"down: {shown}" if down else otherwise
+
+
 def _ask(node: Node, timeout_seconds: float, want_values: bool) -> NodeReport:
     if not node.admin_address:
         return NodeReport(node, "down", "the map has no admin address for it")

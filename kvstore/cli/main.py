@@ -109,11 +109,12 @@ def main(argv: Sequence[str]) -> int:
                 traceback.print_exc()
             if isinstance(error, OSError) and error.errno in _SURROUNDINGS:
                 told = _told(error)
+                _give_up_stdout(error)
                 out.finish(told.exit_code, told)
                 return told.exit_code
             return _crashed(error, argv, out)
     except BrokenPipeError:
-        # The reader of our output has seen enough (`kvstore stats | head`); the interpreter's last flush must not complain either.
+        # The reader of our output has seen enough (`kvstore stats | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
 
@@ -163,7 +164,13 @@ _SURROUNDINGS: Final = {
 
 def _told(error: OSError) -> UsageError:
     code, fix = _SURROUNDINGS[error.errno or 0]
-    return UsageError(code, str(error.filename or "the system"), (error.strerror or str(error)).lower(), fix)
+    return UsageError(code, str(error.filename or "a write"), (error.strerror or str(error)).lower(), fix)
+
+
+def _give_up_stdout(error: OSError) -> None:
+    """Where it is standard output itself that is full, the interpreter's last flush must not complain a second time."""
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _crashed(error: BaseException, argv: Sequence[str], out: Output) -> int:

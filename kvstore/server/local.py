@@ -56,9 +56,11 @@ class LocalCluster:
         extra_arguments: Sequence[str] = (),
         start_seconds: float = 60.0,
         stop_seconds: float = 20.0,
+        fresh: bool = False,
     ) -> None:
         """`capacity_bytes` is each node's. `io` None lets the daemon choose. `base_port` 0 takes any free ports. `extra_arguments` go to
-        every daemon. Raises ConfigError where `directory` holds a cluster of another shape."""
+        every daemon. `fresh`: the first start() erases what an earlier cluster left here. Raises ConfigError where `directory` holds a
+        cluster of another shape."""
         self.directory = Path(directory)
         self.nodes_count = nodes
         self.capacity_bytes = capacity_bytes
@@ -74,6 +76,7 @@ class LocalCluster:
         self._lock: IO[str] | None = None
         # One thread starts all children and lives as long as they do: they get SIGTERM when the thread that started them ends.
         self._spawner: ThreadPoolExecutor | None = None
+        self._fresh = fresh
         self.map: ClusterMap = self._load_or_plan()
 
     # --- life ---
@@ -82,6 +85,8 @@ class LocalCluster:
         """Starts every daemon and waits until all serve. On DirectoryInUse, ConfigError or Unreachable nothing is left running."""
         self._acquire()
         try:
+            if self._fresh:
+                self._remove_data()
             for attempt in range(3):
                 self._choose_ports(fresh=attempt > 0 and self.base_port == 0)
                 self.map.save(self.map_path)
@@ -147,25 +152,21 @@ class LocalCluster:
     def log_path(self, node: int) -> Path:
         return self.directory / f"node-{node:02}.log"
 
-    def erase(self) -> None:
-        """Removes all nodes' data, logs and the map. Only while stopped."""
-        self._acquire()
-        try:
-            for path in self.directory.glob("node-*"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            self.map_path.unlink(missing_ok=True)
-            self.map = self._load_or_plan()
-        finally:
-            self.stop()
-
     # --- inside ---
+
+    def _remove_data(self) -> None:
+        """Under the lock: no other cluster runs here."""
+        for path in self.directory.glob("node-*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.map_path.unlink(missing_ok=True)
+        self._fresh = False
 
     def _load_or_plan(self) -> ClusterMap:
         cluster_id, k, m, bucket_seconds, classes = self._shape
         ports = range(1, 1 + PORTS_PER_NODE * self.nodes_count)  # stand-ins until start() chooses
         nodes = [Node(f"node-{i:02}", f"node-{i:02}", *_addresses(ports, i)) for i in range(self.nodes_count)]
         planned = ClusterMap.local(nodes, cluster_id=cluster_id, k=k, m=m, bucket_seconds=bucket_seconds, classes=classes)
-        if not self.map_path.exists():
+        if self._fresh or not self.map_path.exists():
             return planned
         found = ClusterMap.load(self.map_path)
         same = (found.cluster_id, found.k, found.m, len(found.nodes)) == (cluster_id, k, m, self.nodes_count)

@@ -1,0 +1,130 @@
+"""`kvstore get`: brings back a file that `put` stored, and checks length and bytes before it takes its name."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+
+from kvstore.cli.blocks import WINDOW_BYTES, Handle, handle_path, handles_directory
+from kvstore.cli.cluster import find_map, why_short
+from kvstore.cli.output import Output
+from kvstore.clustermap import ClusterMap
+from kvstore.errors import InputError, Refused, StorageError, UsageError
+from kvstore.units import format_bytes
+
+TICKET_SECONDS: Final = 5.0  # a ticket is good for about ten
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "get",
+        help="bring back a stored file",
+        description="Loads a file that `kvstore put` stored. It gets its name only when every byte is there and equal; exit 1 otherwise.",
+        epilog="""\
+examples:
+  kvstore get model.bin -o copy.bin
+  kvstore get logs.tar -o - | tar x
+  kvstore get --handle model.json -o model.bin    a handle from another host
+  kvstore get --list
+""",
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the name it was put under")
+    parser.add_argument("--handle", metavar="FILE", help="a handle file in place of a name")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write; - for standard output (default: the name)")
+    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("--list", action="store_true", help="the names known here")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        return _list(args.out)
+    handle = _handle(args)
+    target = args.output or handle.name
+    if target != "-" and Path(target).exists() and not args.force:
+        raise Refused("E301", f"{target} is there already", fix="another name with -o, or --force")
+    cluster_map = find_map(args)
+    started = time.monotonic()
+    if target == "-":
+        decoded = _load(sys.stdout.buffer, handle, cluster_map, args)
+        sys.stdout.buffer.flush()
+    else:
+        decoded = _load_to(Path(target), handle, cluster_map, args)
+    seconds = time.monotonic() - started
+    rate = format_bytes(handle.file_bytes / max(seconds, 1e-9))
+    args.out.note(f"{target}: {format_bytes(handle.file_bytes)}, bytes equal, {seconds:.2f} s, {rate}/s, {decoded} pieces decoded")
+    data = {"name": handle.name, "output": target, "file_bytes": handle.file_bytes, "blocks": len(handle.hashes)}
+    args.out.result({**data, "decoded": decoded, "seconds": round(seconds, 6)}, cluster=handle.cluster, epoch=cluster_map.epoch)
+    return 0
+
+
+def _handle(args: argparse.Namespace) -> Handle:
+    if args.handle:
+        return Handle.load(Path(args.handle))
+    if not args.name:
+        raise UsageError("E140", "no name given", fix="kvstore get NAME, or kvstore get --list")
+    path = handle_path(args.name)
+    if not path.exists():
+        raise InputError("E144", f'nothing was put under the name "{args.name}" here', fix="kvstore get --list, or give its --handle")
+    return Handle.load(path)
+
+
+def _load_to(path: Path, handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> int:
+    scratch = path.with_name(f"{path.name}.part-{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            decoded = _load(file, handle, cluster_map, args)
+        scratch.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            scratch.unlink()
+    return decoded
+
+
+def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> int:
+    """Writes the whole file; gives the number of pieces that were decoded. Raises StorageError E403 where something is missing."""
+    from kvstore.client import Client
+
+    keys, total = handle.keys(), len(handle.hashes)
+    step = max(1, WINDOW_BYTES // handle.block_bytes)
+    blocks = np.zeros((min(step, total), handle.block_bytes), np.uint8)
+    timeout = args.settings["timeout"]
+    whole, left, decoded = hashlib.blake2b(digest_size=32), handle.file_bytes, 0
+    ticket, looked = None, 0.0
+    with Client(cluster_map, layout=handle.layout) as client, args.out.progress("get", total, unit="blocks") as bar:
+        for at in range(0, total, step):
+            if ticket is None or time.monotonic() - looked > TICKET_SECONDS:
+                ticket, looked = client.lookup(keys, retention_class="none", deadline_seconds=timeout), time.monotonic()
+            wanted = range(at, min(at + step, total))
+            _require(ticket.hit_blocks, wanted.stop, total, cluster_map, args)
+            loaded = client.load(ticket, blocks[: len(wanted)], blocks=wanted, deadline_seconds=timeout + 30)
+            _require(at + loaded.blocks, wanted.stop, total, cluster_map, args)
+            decoded += loaded.decoded
+            raw = blocks.reshape(-1)[: min(left, len(wanted) * handle.block_bytes)].tobytes()
+            whole.update(raw)
+            file.write(raw)
+            left -= len(raw)
+            bar.advance(len(wanted))
+    if whole.hexdigest() != handle.digest:
+        raise StorageError("E402", f"{handle.name}", "what came back is not what was put", "keep the logs and report it")
+    return decoded
+
+
+def _require(found: int, wanted: int, total: int, cluster_map: ClusterMap, args: argparse.Namespace) -> None:
+    if found < wanted:
+        cause = why_short(cluster_map, args.settings["timeout"], "the rest was evicted")
+        raise StorageError("E403", f"only the first {found} of {total} blocks are there", cause, "kvstore status; then put it again")
+
+
+def _list(out: Output) -> int:
+    handles = [Handle.load(path) for path in sorted(handles_directory().glob("*.json"))]
+    out.table(("name", "size", "blocks", "cluster"), [(h.name, format_bytes(h.file_bytes), len(h.hashes), h.cluster) for h in handles])
+    out.result({"files": [{"name": h.name, "file_bytes": h.file_bytes, "blocks": len(h.hashes), "cluster": h.cluster} for h in handles]})
+    return 0

@@ -1,0 +1,113 @@
+"""`kvstore put`: stores a file as blocks. For poking at a cluster; engines use kvstore.client."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any, Final, cast
+
+from kvstore.cli.blocks import Handle, handle_path, scan, windows
+from kvstore.cli.cluster import find_map, why_short
+from kvstore.cli.output import Output
+from kvstore.clustermap import ClusterMap
+from kvstore.errors import InputError, StorageError
+from kvstore.layout import BLOCK_BYTES_MAX, PRESETS
+from kvstore.units import format_bytes, parse_bytes
+
+STORE_SECONDS: Final = 60.0  # for one window of 64 MB, on a slow disk
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "put",
+        help="store a file as blocks",
+        description="Cuts a file into blocks and stores those the cluster does not have. `kvstore get` finds the handle that is kept here.",
+        epilog="""\
+examples:
+  kvstore put model.bin                       then: kvstore get model.bin -o copy.bin
+  tar c logs | kvstore put - --name logs.tar
+  kvstore put model.bin --handle model.json   the handle as a file, to use on another host
+""",
+    )
+    parser.add_argument("file", metavar="FILE", help="the file; - for standard input")
+    parser.add_argument("--name", metavar="NAME", help="name to get it by (default: the file's)")
+    parser.add_argument("--handle", metavar="FILE", help="write the handle there, too")
+    parser.add_argument("--block-bytes", metavar="SIZE", default=str(PRESETS["v41"].block_bytes), help="bytes of a block (default 113920)")
+    parser.add_argument("--class", metavar="CLASS", help="retention class: none, batch, chat, agent or one of the map (default chat)")
+    parser.set_defaults(settings_flags=("class",))
+
+
+def run(args: argparse.Namespace) -> int:
+    block_bytes = parse_bytes(args.block_bytes, "--block-bytes")
+    if not 1 <= block_bytes <= BLOCK_BYTES_MAX:
+        raise InputError("E131", f"--block-bytes {block_bytes}", fix=f"write 1 to {BLOCK_BYTES_MAX}")
+    name = args.name or ("stdin" if args.file == "-" else Path(args.file).absolute().name)
+    path = handle_path(name)
+    cluster_map = find_map(args)
+    retention = args.settings["class"]
+    if retention not in cluster_map.classes:
+        raise InputError("E132", f'no retention class "{retention}"', fix=f"known: {', '.join(cluster_map.classes)}")
+    with _opened(args.file) as file:
+        handle = scan(file, name, cluster_map.cluster_id, block_bytes)
+        started = time.monotonic()
+        stored, degraded = _store(file, handle, cluster_map, retention, args)
+    handle.save(path)
+    if args.handle:
+        handle.save(Path(args.handle))
+    return _tell(args.out, handle, path, stored, degraded, time.monotonic() - started)
+
+
+def _opened(name: str) -> IO[bytes]:
+    """The file, or a copy of standard input: it is read twice."""
+    if name == "-":
+        spool = cast(IO[bytes], tempfile.TemporaryFile())  # noqa: SIM115  the caller closes it
+        shutil.copyfileobj(sys.stdin.buffer, spool)
+        spool.seek(0)
+        return spool
+    try:
+        return Path(name).open("rb")
+    except OSError as error:
+        raise InputError("E142", f"cannot read {name}", (error.strerror or str(error)).lower(), "check the path") from None
+
+
+def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: str, args: argparse.Namespace) -> tuple[int, int]:
+    """Blocks stored now, and those of them in extents short of a shard. Raises StorageError E404 where a store failed."""
+    from kvstore.client import Client, StoreOutcome
+
+    keys = handle.keys()
+    if not len(keys):
+        return 0, 0
+    timeout = args.settings["timeout"]
+    stored = degraded = 0
+    with Client(cluster_map, layout=handle.layout) as client, args.out.progress("put", len(keys), unit="blocks") as bar:
+        there = client.lookup(keys, retention_class=retention, deadline_seconds=timeout).hit_blocks
+        bar.advance(there)
+        for at, blocks in windows(file, handle, there):
+            done = client.store(keys[: at + len(blocks)], blocks, first_block=at, retention_class=retention).result(timeout + STORE_SECONDS)
+            if done.outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED):
+                what = f"blocks {at} to {at + len(blocks) - 1} could not be stored"
+                cause = why_short(cluster_map, timeout, f"fewer than {cluster_map.k} of their nodes took them")
+                raise StorageError("E404", what, cause, "kvstore status")
+            stored += done.blocks
+            degraded += done.blocks if done.outcome is StoreOutcome.DEGRADED else 0
+            bar.advance(len(blocks))
+    return stored, degraded
+
+
+def _tell(out: Output, handle: Handle, path: Path, stored: int, degraded: int, seconds: float) -> int:
+    blocks = len(handle.hashes)
+    if degraded:
+        out.warn(f"{degraded} blocks were stored with a shard or two missing: kvstore status")
+    there = f", {blocks - stored} of them were there" if stored < blocks else ""
+    out.line(f"{handle.name}  {format_bytes(handle.file_bytes)}, {blocks} block{'s' if blocks != 1 else ''}{there}, {seconds:.2f} s")
+    out.note(f"get it back: kvstore get {handle.name} -o FILE")
+    data = {"name": handle.name, "handle": str(path), "file_bytes": handle.file_bytes, "block_bytes": handle.block_bytes}
+    out.result(
+        {**data, "blocks": blocks, "blocks_stored": stored, "blocks_degraded": degraded, "seconds": round(seconds, 6)},
+        cluster=handle.cluster,
+    )
+    return 0

@@ -1,0 +1,129 @@
+"""put and get: what goes in comes out, whatever its length, with nodes lost; and nothing that is not whole gets a name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_tool import Cli
+
+from kvstore.clustermap import ClusterMap, Node
+from kvstore.server.local import LocalCluster
+
+BLOCK = 113_920
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), 12, capacity_bytes=256 << 20) as running:
+        yield running
+
+
+@pytest.fixture
+def cli(tmp_path: Path, cluster: LocalCluster) -> Cli:
+    return Cli(tmp_path, KVSTORE_MAP=str(cluster.map_path))
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 65 * BLOCK + 7])
+def test_a_file_comes_back_equal(cli: Cli, tmp_path: Path, size: int) -> None:
+    (tmp_path / "in").write_bytes(os.urandom(size))
+    put = cli.run("put", "in", "--json").json
+    assert put["data"]["blocks_stored"] == put["data"]["blocks"] == -(-size // BLOCK) and put["data"]["blocks_degraded"] == 0
+    got = cli.run("get", "in", "-o", "out", "--json")
+    assert got.code == 0 and got.json["data"]["file_bytes"] == size
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+    again = cli.run("put", "in", "--json").json
+    assert again["data"]["blocks_stored"] == 0, "what is there is not stored twice"
+
+
+def test_any_block_size_and_a_pipe_and_a_handle_file_do(cli: Cli, tmp_path: Path) -> None:
+    content = os.urandom(100_003)
+    put = cli.run("put", "-", "--name", "piped data.tar", "--block-bytes", "1KiB", "--handle", "h.json", stdin=content)
+    assert put.code == 0 and "98 blocks" in put.stdout and "kvstore get piped data.tar" in put.stderr
+    assert cli.run("get", "--list").stdout.splitlines()[1].split()[:2] == ["piped", "data.tar"]
+    elsewhere = Cli(tmp_path / "other", **{k: v for k, v in cli.environ.items() if k == "KVSTORE_MAP"})
+    elsewhere.home.mkdir()
+    elsewhere.run("get", "piped data.tar").refused(2, "E144", "nothing was put")
+    assert elsewhere.run("get", "--handle", tmp_path / "h.json", "-o", "copy").code == 0
+    assert (elsewhere.home / "copy").read_bytes() == content
+    ran = elsewhere.run("get", "--handle", tmp_path / "h.json")
+    assert ran.code == 0 and (elsewhere.home / "piped data.tar").read_bytes() == content
+
+
+def test_standard_output_carries_the_bytes_alone(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"just this\n")
+    cli.run("put", "in")
+    ran = cli.run("get", "in", "-o", "-")
+    assert ran.stdout == "just this\n" and "bytes equal" in ran.stderr
+
+
+def test_two_lost_nodes_change_nothing_and_three_are_a_clear_miss(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(os.urandom(70 * BLOCK))
+    cli.run("put", "in")
+    for node in (0, 5):
+        cluster.kill(node)
+    try:
+        assert cli.run("get", "in", "-o", "two").code == 0
+        assert (tmp_path / "two").read_bytes() == (tmp_path / "in").read_bytes()
+        (tmp_path / "more").write_bytes(os.urandom(3 * BLOCK))
+        degraded = cli.run("put", "more")
+        assert degraded.code == 0 and "3 blocks were stored with a shard or two missing" in degraded.stderr
+        cluster.kill(9)
+        cli.run("get", "in", "-o", "three").refused(1, "E403", "down: node-00, node-05, node-09")
+        assert sorted(path.name for path in tmp_path.glob("three*")) == [], "nothing half-written stays"
+        cli.run("put", "more", "--name", "again").refused(1, "E404", "down: node-00, node-05, node-09")
+    finally:
+        for node in (0, 5, 9):
+            cluster.restart(node)
+    assert cli.run("get", "in", "-o", "three").code == 0
+
+
+def test_nothing_is_written_over_unless_told(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"new")
+    cli.run("put", "in")
+    (tmp_path / "out").write_bytes(b"old")
+    cli.run("get", "in", "-o", "out").refused(4, "E301", "out is there already", "--force")
+    assert (tmp_path / "out").read_bytes() == b"old"
+    assert cli.run("get", "in", "-o", "out", "--force").code == 0
+    assert (tmp_path / "out").read_bytes() == b"new"
+
+
+def test_wrong_input_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    cli.run("put", "absent").refused(2, "cannot read absent", "no such file")
+    cli.run("put", ".").refused(2, "is a directory")
+    (tmp_path / "in").write_bytes(b"x")
+    cli.run("put", "in", "--name", "../../etc/passwd").refused(2, "E106", "use letters")
+    cli.run("put", "in", "--block-bytes", "0").refused(2, "--block-bytes 0")
+    cli.run("put", "in", "--block-bytes", "1GB").refused(2, "--block-bytes")
+    cli.run("put", "in", "--class", "forever").refused(2, 'no retention class "forever"', "chat")
+    cli.run("put", "in", KVSTORE_MAP="").refused(2, "E141")
+    cli.run("get").refused(2, "no name given")
+    (tmp_path / "h.json").write_text(json.dumps({"schema": "kvstore.file/1", "hashes": ["00"]}))
+    cli.run("get", "--handle", "h.json").refused(2, "h.json is not a handle")
+    cli.run("get", "--handle", "in").refused(2, "in is not a handle")
+    cli.run("put", "in")
+    cli.run("get", "in", "-o", "no/such/place").refused(2, "no/such/place", "no such file")
+
+
+def test_a_cluster_that_is_away_is_exit_3(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"x" * 1000)
+    assert cli.run("put", "in").code == 0
+    ClusterMap.local([Node(f"node-{i:02}", "host", f"127.0.0.1:{i + 1}", f"127.0.0.1:{i + 20}") for i in range(12)]).save(
+        tmp_path / "away.toml"
+    )
+    cli.run("get", "in", "-o", "out", "--map", "away.toml", "--timeout", "1s").refused(3, "E202", "connection refused")
+    cli.run("put", "in", "--map", "away.toml", "--timeout", "1s").refused(3, "E202")
+
+
+def test_a_full_standard_output_is_one_line(cli: Cli) -> None:
+    import subprocess
+
+    with open("/dev/full", "wb") as full:  # noqa: PTH123  a device, opened as a shell would
+        done = subprocess.run(cli.command("explain", "E107"), stdout=full, stderr=subprocess.PIPE, env=dict(cli.environ), text=True)
+    assert (
+        done.returncode == 2
+        and done.stderr.strip() == "error[E143] a write: no space left on device. Fix: free some space, or name another place"
+    )
