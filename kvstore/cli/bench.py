@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0: all bars met; 1: some not met, or a measurement failed."""
     if not (CHECKOUT / "benchmarks" / "__main__.py").exists():
         raise ConfigError(
-            "E150", "bench", "an installed package has no measurements in it", "run it in a checkout of the sources: make bench"
+            "E151", "bench", "an installed package has no measurements in it", "run it in a checkout of the sources: make bench"
         )
     words = [word for name in args.only for word in ("--only", name)]
     words += [f"--{flag}" for flag in ("smoke", "full", "list") if getattr(args, flag)]
