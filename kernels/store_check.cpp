@@ -123,7 +123,7 @@ uint64_t StoreImpl::bulk_index(const Owner& owner, const uint8_t* keys, const ui
   std::vector<uint64_t> order(count);
   std::iota(order.begin(), order.end(), uint64_t(0));
   std::sort(order.begin(), order.end(), [&](uint64_t a, uint64_t b) { return std::memcmp(keys + a * KEY_BYTES, keys + b * KEY_BYTES, KEY_BYTES) < 0; });
-  constexpr uint64_t BATCH = 20000;
+  constexpr uint64_t BATCH = 2000;
   uint64_t stored = 0;
   for (uint64_t at = 0; at < count; at += BATCH) {
     std::vector<PutOp> ops;

@@ -465,8 +465,8 @@ bool StoreImpl::recover_entries(const std::shared_ptr<Segment>& segment, const H
 
 bool StoreImpl::wait_started(double timeout_seconds) {
   std::unique_lock lock(stop_mutex_);
-  stop_cv_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), [this] { return started_ || stopping_; });
-  return started_;
+  stop_cv_.wait_for(lock, std::chrono::duration<double>(timeout_seconds), [this] { return (started_ && !index_bad_) || stopping_; });
+  return started_ && !index_bad_;
 }
 
 void StoreImpl::close(bool clean) {

@@ -1,5 +1,6 @@
 """A process that owns a store, for tests that kill it. Modes: `write DIR SEED` puts and evicts until killed and says each acknowledged
-record on stdout; `check DIR NUMBERS...` says for each number whether it reads back right (1), is gone (0) or is wrong (2)."""
+record on stdout; `check DIR NUMBERS` says for each number whether it reads back right (1), is gone (0) or is wrong (2);
+`flip DIR NUMBERS POSITIONS` flips one bit of the index at a time, looks each number up, and says what came of it, until it is done or dies."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import os
 import random
 import sys
 import threading
+from pathlib import Path
 
-from store_tools import OK, OWNER, Store, read, record_of, withdraw
+from store_tools import OK, OWNER, Store, discover, promise, read, record_of, withdraw
 
 from kvstore.record import build
 
@@ -45,21 +47,47 @@ def write(directory: str, seed: int) -> None:
         thread.join()
 
 
-def check(directory: str, numbers: list[int]) -> None:
+def look(directory: str, numbers: list[int]) -> dict[str, object]:
     store = Store(directory, segment_bytes=SEGMENT_BYTES)
-    started = store.wait_started(30)
+    records = [record_of(number) for number in numbers]
     answers = []
-    for number in numbers:
-        r = record_of(number)
-        status, raw = read(store, r)
-        answers.append(0 if status != OK else 1 if raw == build(r) else 2)
+    for _ in range(2):  # the second time after whatever the first one found
+        answers = []
+        for r in records:
+            status, raw = read(store, r)
+            answers.append(0 if status != OK else 1 if raw == build(r) else 2)
+        discover(store, OWNER, *(r.extent_key for r in records))
+        promise(store, *records, touch=True, bucket=store.bucket_now())
+        store.flush()
+    store.put(build(record_of(10**6)))
+    started = store.wait_started(30)
     problems = store.check_integrity(deep=False)
-    print(json.dumps({"started": started, "answers": answers, "problems": problems, "stats": store.stats()}), flush=True)
+    if problems:  # looking at everything found it: then it is mended, too
+        started = store.wait_started(30)
+        problems = store.check_integrity(deep=False)
+    stats = store.stats()
     store.close()
+    return {"started": started, "answers": answers, "problems": problems, "stats": stats}
+
+
+def flip(directory: str, numbers: list[int], positions: list[int]) -> None:
+    data = Path(directory) / "index" / "data.mdb"
+    sound = data.read_bytes()
+    state = (Path(directory) / "state").read_bytes()
+    for position in positions:
+        damaged = bytearray(sound)
+        damaged[position // 8 % len(sound)] ^= 1 << (position % 8)
+        data.write_bytes(damaged)
+        (Path(directory) / "state").write_bytes(state)
+        print(json.dumps({"at": position}), flush=True)
+        print(json.dumps(look(directory, numbers)), flush=True)
 
 
 if __name__ == "__main__":
+    numbers = [int(n) for n in sys.argv[3].split(",")]
     if sys.argv[1] == "write":
-        write(sys.argv[2], int(sys.argv[3]))
+        write(sys.argv[2], numbers[0])
+    elif sys.argv[1] == "flip":
+        flip(sys.argv[2], numbers, [int(n) for n in sys.argv[4].split(",")])
     else:
-        check(sys.argv[2], [int(n) for n in sys.argv[3].split(",")])
+        print(json.dumps(look(sys.argv[2], numbers)), flush=True)
