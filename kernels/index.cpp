@@ -180,7 +180,7 @@ bool Entry::shard_bytes(std::vector<uint32_t>& out) const {
   return p == end && head_bytes() + checks_bytes_of(fixed.plane_count, fixed.block_count) + pieces == fixed.record_bytes;
 }
 
-Index::Index(const std::string& dir, uint64_t map_bytes) : map_bytes_(map_bytes) {
+Index::Index(const std::string& dir, uint64_t map_bytes, bool fresh) : map_bytes_(map_bytes) {
   mkdir(dir.c_str(), 0755);
   const auto fail = [this](const char* where, int rc) {
     if (env) mdb_env_close(env);
@@ -195,7 +195,7 @@ Index::Index(const std::string& dir, uint64_t map_bytes) : map_bytes_(map_bytes)
   MDB_txn* txn = nullptr;
   if (int rc = mdb_txn_begin(env, nullptr, 0, &txn)) fail("begin", rc);
   for (auto [name, dbi] : {std::pair{"extents", &extents}, {"recency", &recency}, {"freed", &freed}, {"meta", &meta}})
-    if (int rc = mdb_dbi_open(txn, name, MDB_CREATE, dbi)) {
+    if (int rc = mdb_dbi_open(txn, name, fresh ? MDB_CREATE : 0, dbi)) {
       mdb_txn_abort(txn);
       fail("table", rc);
     }

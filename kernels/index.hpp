@@ -84,7 +84,8 @@ inline bool out_of_space(int rc) { return rc == MDB_MAP_FULL || rc == ENOSPC || 
 
 class Index {
  public:
-  Index(const std::string& dir, uint64_t map_bytes);   // throws IndexFault
+  // `fresh`: tables are made; else a missing one is a fault. Throws IndexFault.
+  Index(const std::string& dir, uint64_t map_bytes, bool fresh);
   ~Index();
   Index(const Index&) = delete;
   Index& operator=(const Index&) = delete;

@@ -34,7 +34,8 @@ std::vector<std::string> StoreImpl::check_integrity(bool deep) {
     int64_t entries = 0, bytes = 0;
     MDB_val key, value;
     std::vector<uint64_t> words;
-    for (int rc = mdb_cursor_get(reader.extents, &key, &value, MDB_FIRST); rc == 0; rc = mdb_cursor_get(reader.extents, &key, &value, MDB_NEXT)) {
+    int rc = mdb_cursor_get(reader.extents, &key, &value, MDB_FIRST);
+    for (; rc == 0; rc = mdb_cursor_get(reader.extents, &key, &value, MDB_NEXT)) {
       Entry entry;
       std::vector<uint32_t> shard_bytes;
       const std::string at = "entry " + std::to_string(entries++);
@@ -83,6 +84,7 @@ std::vector<std::string> StoreImpl::check_integrity(bool deep) {
       }
       segment->unhold();
     }
+    if (rc != MDB_NOTFOUND) throw IndexFault("check", rc);
     MDB_stat recency{};
     mdb_stat(reader.txn, index.recency, &recency);
     if (int64_t(recency.ms_entries) != entries) say("recency has " + std::to_string(recency.ms_entries) + " rows for " + std::to_string(entries) + " entries");
@@ -95,7 +97,7 @@ std::vector<std::string> StoreImpl::check_integrity(bool deep) {
     if (totals.size() != totals_.size()) say("queues without rows");
     MDB_cursor* cursor = nullptr;
     if (mdb_cursor_open(reader.txn, index.freed, &cursor) == 0) {
-      for (int rc = mdb_cursor_get(cursor, &key, &value, MDB_FIRST); rc == 0; rc = mdb_cursor_get(cursor, &key, &value, MDB_NEXT)) {
+      for (rc = mdb_cursor_get(cursor, &key, &value, MDB_FIRST); rc == 0; rc = mdb_cursor_get(cursor, &key, &value, MDB_NEXT)) {
         const auto* place = static_cast<const uint8_t*>(key.mv_data);
         uint32_t blocks;
         std::memcpy(&blocks, value.mv_data, 4);
@@ -103,6 +105,7 @@ std::vector<std::string> StoreImpl::check_integrity(bool deep) {
         places[load_be32(place)].emplace_back(offset, offset + uint64_t(blocks) * RECORD_ALIGN);
       }
       mdb_cursor_close(cursor);
+      if (rc != MDB_NOTFOUND) throw IndexFault("check", rc);
     }
     for (auto& [id, list] : places) {
       std::sort(list.begin(), list.end());

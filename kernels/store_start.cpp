@@ -127,7 +127,7 @@ void StoreImpl::open_index(bool discard) {
     std::error_code error;
     fs::remove_all(dir, error);
   }
-  index_ = std::make_unique<Index>(dir, config_.index_map_bytes);
+  index_ = std::make_unique<Index>(dir, config_.index_map_bytes, discard);
   if (discard) {   // nothing in it: nothing to scan
     std::lock_guard lock(filter_mutex_);
     filter_ = std::make_unique<CuckooFilter>(1 << 16);
@@ -256,6 +256,7 @@ bool StoreImpl::scan_index(bool with_totals, Ranges* owned) {
         const auto* bytes = static_cast<const uint8_t*>(key.mv_data);
         const bool new_group = !scan_begun_ || std::memcmp(bytes, scan_at_.data(), GROUP_BYTES) != 0;
         if (new_group && rows >= STEP_ROWS) return;
+        if (scan_begun_ && std::memcmp(bytes, scan_at_.data(), GROUP_BYTES) < 0) throw IndexFault("order", MDB_CORRUPTED);
         std::memcpy(scan_at_.data(), bytes, GROUP_BYTES);
         scan_begun_ = true;
         if (new_group) scan_filter_->insert(CuckooFilter::hash(bytes));
@@ -277,14 +278,19 @@ bool StoreImpl::scan_index(bool with_totals, Ranges* owned) {
           if (const auto it = owned->find(f.segment); it != owned->end()) it->second.emplace_back(f.offset_4k, entry.padded_4k());
       }
       if (rc != MDB_NOTFOUND) throw IndexFault("scan", rc);
-      done = true;
       if (with_totals) {
+        // A page that can no longer be reached has no wrong sum: it is missed in the count.
+        MDB_stat extents{}, recency{};
+        mdb_stat(reader.txn, index.extents, &extents);
+        mdb_stat(reader.txn, index.recency, &recency);
+        if (int64_t(extents.ms_entries) != entries_ || recency.ms_entries != extents.ms_entries) throw IndexFault("count", MDB_CORRUPTED);
         totals_ready_ = true;
         int64_t bytes = 0;
         for (const auto& [id, totals] : totals_) bytes += totals.bytes;
         used_bytes_ = bytes;
       }
       scanning_ = false;
+      done = true;
       std::lock_guard lock(filter_mutex_);
       filter_ = std::move(scan_filter_);
     });
