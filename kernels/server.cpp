@@ -79,6 +79,7 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
 Server::~Server() { stop(); }
 
 bool Server::drain(double timeout_seconds) {
+  if (!small_) return true;
   shared_.draining.store(true);
   small_->post({});   // close the listener
   const int64_t until = now_ns() + int64_t(timeout_seconds * 1e9);
@@ -93,10 +94,15 @@ bool Server::drain(double timeout_seconds) {
 
 void Server::stop() {
   shared_.draining.store(true);
+  // In the order in which they feed each other; only when none runs any more may the first go.
   if (small_) small_->stop();
   if (putter_) putter_->stop();
   for (auto& b : bulk_) b->stop();
   if (reads_) reads_->stop();
+  small_.reset();
+  bulk_.clear();
+  putter_.reset();
+  reads_.reset();
 }
 
 namespace {

@@ -168,8 +168,8 @@ BulkLoop::Step BulkLoop::send_tail(Conn& conn, int64_t& budget) {
     message.msg_iov = parts;
     message.msg_iovlen = 2;
     const ssize_t n = sendmsg(conn.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno != EAGAIN && errno != EINTR) return Step::DEAD;
     if (n < 0) {
+      if (dead(errno)) return Step::DEAD;
       if (errno == EAGAIN) conn.writable = false;
       return Step::STUCK;
     }
@@ -200,8 +200,8 @@ BulkLoop::Step BulkLoop::send_tail(Conn& conn, int64_t& budget) {
       if (n == 0) return Step::DEAD;   // the file ends inside the piece: the answer cannot be finished
     }
     if (n < 0) {
+      if (dead(errno)) return Step::DEAD;   // the peer, or the disk in mid-piece
       if (errno == EINTR) continue;
-      if (errno != EAGAIN) return Step::DEAD;   // the peer, or the disk in mid-piece
       conn.writable = false;
       return before ? Step::MOVED : Step::STUCK;
     }
@@ -265,8 +265,8 @@ BulkLoop::Step BulkLoop::take(Conn& conn, uint8_t* to, uint64_t want, int64_t& b
   if (!conn.readable) return Step::STUCK;
   const ssize_t n = recv(conn.fd, to, std::min<uint64_t>(want, TURN_BYTES), MSG_DONTWAIT | (to ? 0 : MSG_TRUNC));
   if (n < 0) {
+    if (dead(errno)) return Step::DEAD;
     if (errno == EINTR) return Step::MOVED;
-    if (errno != EAGAIN) return Step::DEAD;
     conn.readable = false;
     return Step::STUCK;
   }

@@ -156,12 +156,18 @@ void Loop::close(Conn& conn) {
   conns_.erase(conn.id);
 }
 
+bool Loop::dead(int error) {
+  if (error == EAGAIN || error == EINTR) return false;
+  if (error == ETIMEDOUT) add(shared_.stats.connections_cut);   // the kernel saw it first: a vanished host, or a window long closed
+  return true;
+}
+
 bool Loop::flush(Conn& conn, bool more) {
   while (conn.pending()) {
     const ssize_t n = send(conn.fd, conn.out.data() + conn.out_at, conn.pending(), MSG_NOSIGNAL | MSG_DONTWAIT | (more ? MSG_MORE : 0));
     if (n < 0) {
+      if (dead(errno)) return false;
       if (errno == EINTR) continue;
-      if (errno != EAGAIN) return false;
       conn.writable = false;
       return true;
     }
@@ -180,8 +186,8 @@ bool Loop::swallow(Conn& conn) {
     const ssize_t n = recv(conn.fd, nullptr, 1 << 30, MSG_TRUNC | MSG_DONTWAIT);   // TCP: counted, not copied
     if (n == 0) conn.eof = true;
     if (n < 0) {
+      if (dead(errno)) return true;
       if (errno == EINTR) continue;
-      if (errno != EAGAIN) return true;
       conn.readable = false;
     }
   }
@@ -225,6 +231,7 @@ void Loop::run() {
         on_event(token);
       } else if (Conn* conn = find(token)) {
         if (events[i].events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) conn->readable = true;
+        if (events[i].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) conn->hangup = true;
         if (events[i].events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) conn->writable = true;
         make_ready(*conn);
       }

@@ -33,6 +33,7 @@ struct Conn {
   const int fd;
   Phase phase = Phase::GREETING;
   bool readable = false, writable = true, ready = false;
+  bool hangup = false;              // epoll has told of the peer's end: it may lie behind data, without another edge
   bool eof = false;                 // the peer will send no more
   bool stalled = false;             // `in` may hold whole frames: parsing stopped for want of room in `out`
   std::vector<uint8_t> in;          // received, not yet parsed: in[in_at..]
@@ -80,6 +81,8 @@ class Loop {
   void watch(int fd, uint64_t token, bool on);  // tokens are below FIRST_CONN
   size_t connections() const { return conns_.size(); }
 
+  // After a failed send or recv: is the connection dead? (Not for "again" and "interrupted".) One that timed out counts as cut.
+  bool dead(int error);
   // Sends conn.out. False: the connection is dead.
   bool flush(Conn& conn, bool more);
   // Throws away what the peer still sends; true when its end has come (or it is dead).

@@ -102,13 +102,13 @@ Loop::Turn SmallLoop::serve(Conn& conn) {
       if (!conn.readable) return Turn::REST;
       const ssize_t n = recv(conn.fd, scratch_.data(), scratch_.size(), MSG_DONTWAIT);
       if (n < 0) {
+        if (dead(errno)) return Turn::CLOSE;
         if (errno == EINTR) continue;
-        if (errno != EAGAIN) return Turn::CLOSE;
         conn.readable = false;
         return Turn::REST;
       }
       if (n == 0) return Turn::CLOSE;
-      if (size_t(n) < scratch_.size()) conn.readable = false;   // what comes later is a new edge
+      if (size_t(n) < scratch_.size() && !conn.hangup) conn.readable = false;   // what comes later is a new edge
       conn.moved(uint64_t(n));
       add(shared_.stats.bytes_in, uint64_t(n));
       held = !conn.in.empty();

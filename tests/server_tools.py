@@ -17,9 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from kvstore import record, wire
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.kernels import _native
+from kvstore.server.proto import node_pb2, node_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
 TAG = ClusterMap.local([Node("node-00", "node-00", "127.0.0.1:1")], k=1, m=0).tag  # of cluster "dev"
@@ -105,9 +108,12 @@ class Client:
         assert not busy
         return found
 
+    def close_connections(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
     def close(self) -> None:
-        for connection in self._open:
-            connection.close()
+        self.close_connections()
 
 
 class InProcess(Client):
@@ -172,7 +178,10 @@ class Daemon(Client):
                 raise AssertionError(f"the daemon ended at its start: {self.stderr}")
 
     def wait_line(self, *words: str) -> str:
-        """The next line of its log that holds all words."""
+        """A line of its log that holds all words, waited for where it has not come yet."""
+        for line in self.stderr:
+            if all(word in line for word in words):
+                return line
         deadline = time.monotonic() + DEADLINE_SECONDS
         while True:
             stream, line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -198,6 +207,14 @@ class Daemon(Client):
 
     def rss_bytes(self) -> int:
         return int(self.proc("statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def status(self) -> node_pb2.StatusReply:
+        with grpc.insecure_channel(self.ready["admin"]) as channel:
+            reply: node_pb2.StatusReply = node_pb2_grpc.NodeStub(channel).Status(node_pb2.StatusRequest(), timeout=DEADLINE_SECONDS)
+            return reply
+
+    def connections(self) -> int:
+        return int(self.status().connections)
 
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)

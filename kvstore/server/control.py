@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.errors import KvstoreError
+from kvstore.server.ports import check_port
 from kvstore.server.proto import node_pb2, node_pb2_grpc
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ControlServer:
         node_pb2_grpc.add_NodeServicer_to_server(_NodeService(node), self._server)  # type: ignore[no-untyped-call]  # generated code
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self.set_ready(False)
+        check_port(host, port)  # gRPC would write its own lines on stderr
         bracketed = f"[{host}]" if ":" in host else host
         try:
             self.port = self._server.add_insecure_port(f"{bracketed}:{port}")

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -22,13 +24,21 @@ class HttpServer:
     def __init__(self, host: str, port: int, ready: Callable[[], Mapping[str, str]], metrics: Callable[[], bytes]) -> None:
         """Raises OSError where the port cannot be had."""
         self._server = _Server((host, port), ready, metrics)
+        self._host = host
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.5,), name="kvstore-http", daemon=True)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-http", daemon=True)
         self._thread.start()
 
+    def _run(self) -> None:
+        while not self._closing:
+            self._server.handle_request()
+
     def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
+        self._closing = True
+        with contextlib.suppress(OSError):
+            socket.create_connection((self._host, self.port), REQUEST_SECONDS).close()  # wakes the accept
+        self._thread.join(REQUEST_SECONDS)
         self._server.server_close()
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 MAP_POLL_SECONDS: Final = 1.0
 CONTROL_GRACE_SECONDS: Final = 0.5
+DRAIN_SLICE_SECONDS: Final = 0.3
 
 
 class Node:
@@ -240,7 +241,10 @@ class Node:
         if self.control:
             self.control.set_ready(False)
         self.log.info(f"draining, at most {self._drain_seconds:g} s")
-        self.drain_finished = self.server.drain(self._drain_seconds)
+        finished = False
+        while not finished and time.monotonic() - began < self._drain_seconds:
+            finished = self.server.drain(DRAIN_SLICE_SECONDS)  # short, so that a second signal is heard
+        self.drain_finished = finished
         if not self.drain_finished:
             self.log.warn(f"{self.server.stats()['inflight']} requests were cut off after {self._drain_seconds:g} s")
         self._drained.set()

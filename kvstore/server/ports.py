@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import errno
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvstore.errors import ConfigError
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises OSError where `port` cannot be listened on now. For libraries that do not say why."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
 
 
 @contextmanager
