@@ -302,6 +302,20 @@ def test_a_map_that_went_bad_is_reported_and_the_old_one_stays(tmp_path: Path) -
         assert server.status().epoch == 1
 
 
+def test_it_evicts_in_the_background_so_that_writes_go_on(tmp_path: Path) -> None:
+    """Twice its capacity is written and all of it taken in the end; the bytes that went are counted."""
+    records = [make_record(i, blocks=64, planes=(4096,) * 4) for i in range(1000)]
+    with daemon(tmp_path, "--capacity", "64MB") as server:
+        bulk = server.bulk()
+        for r in records:
+            body = record.build(r)
+            until(lambda body=body: bulk.ask(Verb.WRITE, body).status == Status.OK, "there is room again")  # type: ignore[misc]  # bound now
+        kept = server.discover(*(r.extent_key for r in records))
+        assert 300 < len(kept) < 600
+        assert server.status().used_bytes <= 64_000_000
+        assert 'kvstore_evicted_bytes_total{reason="lru",retention_class="chat"} 0.0' not in http(server, "/metrics")[1]
+
+
 def test_it_takes_its_addresses_from_the_map(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 from datetime import UTC, datetime
 from typing import TextIO
+
+
+class LogHandler(logging.Handler):
+    """Writes what other modules tell the standard logger: one line each, the exception's own line appended, no trace."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        cause = f": {record.exc_info[1]!r}" if record.exc_info else ""
+        write = self._log.error if record.levelno >= logging.ERROR else self._log.warn
+        write(f"{record.getMessage()}{cause}", logger=record.name)
 
 
 class Log:

@@ -12,6 +12,7 @@ newer one. A WRITE of an older epoch is answered STALE_MAP; of a newer one it is
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -23,12 +24,13 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore.clustermap import ClusterMap
 from kvstore.clustermap import Node as Member
 from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
+from kvstore.gc import EvictionPolicy, Evictor
 from kvstore.kernels import _native
 from kvstore.metrics import EvictionMetrics, NodeFacts, flat_values, node_registry
 from kvstore.server.activity import Activity
 from kvstore.server.config import NodeConfig, capacity_of, choose_io
 from kvstore.server.http import HttpServer
-from kvstore.server.log import Log
+from kvstore.server.log import Log, LogHandler
 from kvstore.server.ports import port_fault
 from kvstore.units import format_bytes, format_seconds
 from kvstore.version import version
@@ -48,9 +50,12 @@ class Node:
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.log = Log(config.node_id)
+        self._log_handler = LogHandler(self.log)
+        logging.getLogger("kvstore").addHandler(self._log_handler)
         self.capacity_bytes = 0
         self.map = ClusterMap.local([Member(config.node_id, config.node_id, "127.0.0.1:1")], k=1, m=0)  # replaced where a file is given
         self.store: _native.Store | None = None
+        self.evictor: Evictor | None = None
         self.server: _native.Server | None = None
         self.http: HttpServer | None = None
         self.control: ControlServer | None = None
@@ -130,9 +135,7 @@ class Node:
 
     def _open_store(self) -> None:
         directory = self.config.data_dir
-        keep = [0] * 16
-        for c in self.map.classes.values():
-            keep[c.id] = min(int(c.keep_seconds), 2**32 - 1)
+        policy = EvictionPolicy.of_classes(self.map.classes.values(), bucket_seconds=self.map.bucket_seconds)
         began = time.monotonic()
         try:
             self.store = _native.Store(
@@ -141,7 +144,7 @@ class Node:
                 strict_sync=self.config.strict_sync,
                 bucket_seconds=self.map.bucket_seconds,
                 virtual_clock=self.config.virtual_clock,
-                retention_seconds=keep,
+                retention_seconds=policy.retention_table(),
             )
         except DirectoryInUse as error:
             raise DirectoryInUse(error.pid, str(directory)) from None
@@ -152,6 +155,8 @@ class Node:
         why = f": {stats['start_reason']}" if stats["start_reason"] else ""
         self.index_start = f"{how} in {format_seconds(time.monotonic() - began)}{why}"
         self.log.info(f"index {self.index_start}, {stats['entries']} extents")
+        self.evictor = Evictor(self.store, policy, self._evictions.evicted)
+        self.evictor.start()
 
     def announce(self) -> None:
         """The line on stdout that whoever started this daemon waits for."""
@@ -253,12 +258,15 @@ class Node:
         return 0 if self.drain_finished else 1
 
     def _close(self, clean: bool) -> None:
+        logging.getLogger("kvstore").removeHandler(self._log_handler)
         if self.server:
             self.server.stop()
         if self.control:
             self.control.close(CONTROL_GRACE_SECONDS)
         if self.http:
             self.http.close()
+        if self.evictor:
+            self.evictor.stop()
         if self.store:
             self.store.close(clean)
 
