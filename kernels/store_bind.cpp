@@ -1,6 +1,7 @@
 // The Python face of the store: every verb, so that tests and gc drive it directly. The GIL is not held while anything is done.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
@@ -275,6 +276,39 @@ void translate(const std::exception_ptr& p, void*) {
 
 }  // namespace kv
 
+namespace kv {
+namespace {
+
+// (extents key, value, recency key, value) of a record at a place: what a put writes into the index.
+nb::tuple index_rows(const nb::bytes& record, uint32_t segment, uint64_t offset_bytes, uint32_t bucket) {
+  std::vector<uint64_t> words(record.size() / 8 + 1);
+  std::memcpy(words.data(), record.c_str(), record.size());
+  const RecordView view{reinterpret_cast<const uint8_t*>(words.data())};
+  if (check_head(view.base, record.size()) != Status::OK) throw nb::value_error("not a sound head");
+  const RecordHead& h = view.head();
+  Owner owner;
+  std::memcpy(owner.data(), h.owner, OWNER_BYTES);
+  const EntryKey key = entry_key(owner, h.extent_key, h.write_id, h.shard);
+  const std::vector<uint8_t> value = encode_entry(key, view, segment, offset_bytes, bucket);
+  const RecencyKey row = recency_key(key.data(), h.retention_class, bucket, h.start_block);
+  const RecencyValue row_value = recency_value(row, uint32_t(align_up(h.record_bytes, RECORD_ALIGN) / RECORD_ALIGN));
+  return nb::make_tuple(to_bytes(key.data(), key.size()), to_bytes(value.data(), value.size()), to_bytes(row.data(), row.size()),
+                        to_bytes(&row_value, sizeof row_value));
+}
+
+nb::bytes footer(uint32_t segment, uint64_t data_end_bytes, uint64_t created_unix_ms, const nb::list& entries) {
+  std::vector<std::pair<uint32_t, std::vector<uint8_t>>> heads;
+  for (nb::handle item : entries) {
+    const auto [offset, head] = nb::cast<std::pair<uint64_t, nb::bytes>>(item);
+    heads.emplace_back(uint32_t(offset / RECORD_ALIGN), std::vector<uint8_t>(head.c_str(), head.c_str() + head.size()));
+  }
+  const std::vector<uint8_t> out = build_footer(segment, data_end_bytes, created_unix_ms, heads);
+  return to_bytes(out.data(), out.size());
+}
+
+}  // namespace
+}  // namespace kv
+
 void bind_store(nb::module_& m) {
   using namespace kv;
   using release = nb::call_guard<nb::gil_scoped_release>;
@@ -330,6 +364,8 @@ void bind_store(nb::module_& m) {
            nb::arg("block_bytes") = 113920, nb::arg("start_block") = 0, nb::arg("bucket") = 0, nb::arg("k") = 10, nb::arg("m") = 2, nb::arg("shard") = 0,
            nb::arg("retention_class") = 2)
       .def("stats", &stats);
+  m.def("index_rows", &index_rows, nb::arg("record"), nb::arg("segment"), nb::arg("offset_bytes"), nb::arg("bucket"));
+  m.def("segment_footer", &footer, nb::arg("segment"), nb::arg("data_end_bytes"), nb::arg("created_unix_ms"), nb::arg("entries"));
   m.def("check_record", [](const nb::bytes& record) {
     std::vector<uint64_t> words(record.size() / 8 + 1);
     std::memcpy(words.data(), record.c_str(), record.size());

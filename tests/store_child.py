@@ -1,6 +1,6 @@
 """A process that owns a store, for tests that kill it. Modes: `write DIR SEED` puts and evicts until killed and says each acknowledged
-record on stdout; `check DIR NUMBERS` says for each number whether it reads back right (1), is gone (0) or is wrong (2);
-`flip DIR NUMBERS POSITIONS` flips one bit of the index at a time, looks each number up, and says what came of it, until it is done or dies."""
+record on stdout; `check DIR NUMBERS` says for each number whether it reads back right (1), is gone (0) or wrong (2);
+`flip DIR NUMBERS POSITIONS` flips one bit of the index at a time, looks each number up, and says what came of it, until done or dead."""
 
 from __future__ import annotations
 

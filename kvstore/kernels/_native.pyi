@@ -127,6 +127,12 @@ class Server:
 def check_record(record: bytes) -> int:
     """Status of a whole record: head, checks, every piece."""
 
+def index_rows(record: bytes, segment: int, offset_bytes: int, bucket: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """Keys and values of the extents and the recency row of a record at a place (plain twin: kvstore/entry.py)."""
+
+def segment_footer(segment: int, data_end_bytes: int, created_unix_ms: int, entries: list[tuple[int, bytes]]) -> bytes:
+    """The footer over (offset, head) of each record (plain twin: kvstore/segment.py)."""
+
 class ReadRef:
     """A shard held open for reading; its bytes stay where they are until close(). Must not outlive its store."""
 
