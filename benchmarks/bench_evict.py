@@ -1,0 +1,112 @@
+"""Reads while nodes evict to make room for writes: p99_while_evicting and promise_broken.
+
+A writer process stores new prompts without pause into full daemons, so that every stored byte evicts one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import ExitStack
+
+import numpy as np
+
+from benchmarks.bench_kill9 import Acknowledged
+from benchmarks.harness import Bench, Figure, at_most, measures, percentile
+from benchmarks.prompts import BLOCK_BYTES, bytes_of, chain_keys, pretouched, short_extents, store_in_turns
+from benchmarks.rig import NODES, Rig, rig, writer
+from kvstore.client import ClientConfig, Ticket
+
+PROMPT_BLOCKS = 4  # of the writer: short, so that many promises can be tested
+READ_BLOCKS = 128
+NODE_CAPACITY_BYTES = 96 << 20
+HOLD_SECONDS = 4.0  # between promise and load: the store is written over about once meanwhile
+
+
+class Pressure:
+    """A writer process at work on a cluster; its acknowledged prompts in order."""
+
+    def __init__(self, made: Rig, stack: ExitStack, *words: str) -> None:
+        process = writer(made.cluster, *words)
+        self.acknowledged = Acknowledged()
+        feeder = threading.Thread(target=self.acknowledged.feed, args=(process.stdout,), daemon=True)
+        feeder.start()
+
+        def end() -> None:
+            assert process.stdin
+            process.stdin.close()
+            process.wait(60)
+            feeder.join(60)
+
+        stack.callback(end)
+
+
+def blocks_that_fit(node_capacity_bytes: int) -> int:
+    return int(NODES * node_capacity_bytes / 1.2 / BLOCK_BYTES)
+
+
+@measures("promise_broken")
+def promise_broken(bench: Bench) -> dict[str, Figure]:
+    """Promises of prompts near the end of the eviction order, held for a while, then loaded."""
+    wanted = bench.scale.samples * 10 + 1
+    broken = loaded_short = asked = missed = 0
+    with ExitStack() as stack:
+        made = rig(bench, stack, "promise", capacity_bytes=NODE_CAPACITY_BYTES, config=ClientConfig(promise_reuse_seconds=0))
+        pressure = Pressure(made, stack, "--blocks", str(PROMPT_BLOCKS))
+        prompts_kept = blocks_that_fit(NODE_CAPACITY_BYTES) // PROMPT_BLOCKS
+        pressure.acknowledged.wait_for_more(int(prompts_kept * 1.2), timeout_seconds=120)
+        place = pretouched(PROMPT_BLOCKS)
+        held: deque[tuple[float, int, Ticket]] = deque()
+        rng = np.random.default_rng(3)
+        while asked < wanted:
+            newest = pressure.acknowledged.newest()
+            seed = newest - int(prompts_kept * rng.uniform(0.0, 1.0))
+            ticket = made.client.lookup(chain_keys(max(0, seed), PROMPT_BLOCKS, "writer"))
+            if ticket.hit_blocks:
+                held.append((time.monotonic() + HOLD_SECONDS * rng.uniform(0, 1), seed, ticket))
+            else:
+                missed += 1
+            while held and held[0][0] <= time.monotonic():
+                _, seed, ticket = held.popleft()
+                loaded = made.client.load(ticket, place).blocks
+                asked += 1
+                loaded_short += loaded < ticket.hit_blocks
+                broken += not np.array_equal(place[:loaded], bytes_of(chain_keys(seed, PROMPT_BLOCKS, "writer")[:loaded]))
+    if broken:
+        raise RuntimeError(f"{broken} loads gave wrong bytes")
+    return {"promise_broken": Figure(loaded_short / asked, at_most(1e-4), f"{loaded_short} of {asked}; {missed} evicted before the lookup")}
+
+
+@measures("p99_while_evicting")
+def p99_while_evicting(bench: Bench) -> dict[str, Figure]:
+    rounds = bench.scale.rounds
+    per_round = max(10, bench.scale.samples // rounds)
+    idle: list[float] = []
+    busy: list[float] = []
+    with ExitStack() as stack:
+        made = rig(bench, stack, "evicting", capacity_bytes=2 * NODE_CAPACITY_BYTES)
+        keys = chain_keys(1, READ_BLOCKS)
+        store_in_turns(made.client, keys, short_extents(READ_BLOCKS, 36))
+        place = pretouched(READ_BLOCKS)
+
+        def take(times: list[float]) -> None:
+            for _ in range(per_round):
+                begin = time.perf_counter()
+                loaded = made.client.load(made.client.lookup(keys), place).blocks
+                times.append(time.perf_counter() - begin)
+                if loaded != READ_BLOCKS:
+                    raise RuntimeError(f"loaded {loaded} of {READ_BLOCKS} blocks")
+
+        take([])
+        prompts_kept = blocks_that_fit(2 * NODE_CAPACITY_BYTES) // PROMPT_BLOCKS
+        with ExitStack() as filling:
+            Pressure(made, filling, "--blocks", str(PROMPT_BLOCKS)).acknowledged.wait_for_more(prompts_kept, timeout_seconds=120)
+        for number in range(rounds):
+            take(idle)
+            with ExitStack() as writing:
+                pressure = Pressure(made, writing, "--blocks", str(PROMPT_BLOCKS), "--seed", str((number + 1) * 1_000_000))
+                pressure.acknowledged.wait_for_more(100)
+                take(busy)
+    note = f"{percentile(busy, 99) * 1e3:.1f} ms beside {percentile(idle, 99) * 1e3:.1f} ms; n={len(busy)}"
+    return {"p99_while_evicting": Figure(percentile(busy, 99) / percentile(idle, 99), at_most(1.5), note)}

@@ -1,0 +1,128 @@
+"""load_warm_vs_loopback and load_cold_vs_uring: 600 blocks from 12 daemons, beside what the machine moves at all.
+
+Warm: user bytes/s over the wire bytes/s of 11 senders (benchmarks/raw/loopback), each load checked against the stored bytes, 0 disk reads.
+Cold: the page cache dropped before every take; time of the bare O_DIRECT loop over the same records at its best depth, over ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import numpy as np
+
+from benchmarks.harness import Bench, Figure, at_least, interleaved, measures, ratio_of_medians, seconds, spread
+from benchmarks.prompts import (
+    AGENT_EXTENTS_OF_600,
+    BLOCK_BYTES,
+    LAYOUT,
+    Blocks,
+    chain_keys,
+    full_extents,
+    pretouched,
+    short_extents,
+    store_in_turns,
+)
+from benchmarks.raw import DEPTHS, Loopback, Uring
+from benchmarks.records import record_places
+from benchmarks.rig import Rig, drop_page_cache, rig
+
+ASKED = 11  # of the 12 shards of every extent
+BARS: dict[Literal["lazy", "eager"], float] = {"lazy": 0.60, "eager": 0.48}
+
+
+class Chain:
+    """A stored prompt, a place to load it to, and one timed and checked load."""
+
+    def __init__(self, rig: Rig, seed: int, lengths: list[int]) -> None:
+        self.rig = rig
+        self.keys = chain_keys(seed, sum(lengths))
+        self.data = store_in_turns(rig.client, self.keys, lengths)
+        self.place: Blocks = pretouched(len(self.keys))
+
+    def load_seconds(self, hedge: Literal["lazy", "eager"] = "lazy") -> float:
+        self.place[:, ::4096] = 0  # a block that is not loaded shows
+        ticket = self.rig.client.lookup(self.keys)
+        took = seconds(lambda: self.check(self.rig.client.load(ticket, self.place, hedge=hedge).blocks))
+        if not np.array_equal(self.place, self.data):
+            raise RuntimeError("wrong bytes")
+        return took
+
+    def check(self, blocks: int) -> None:
+        if blocks != len(self.keys):
+            raise RuntimeError(f"loaded {blocks} of {len(self.keys)} blocks")
+
+    @property
+    def user_bytes(self) -> int:
+        return len(self.keys) * BLOCK_BYTES
+
+
+def shapes(bench: Bench) -> dict[str, list[int]]:
+    """Extent lengths by name: as a chat leaves them, and as an agent does."""
+    blocks = bench.scale.chain_blocks
+    return {"64": full_extents(blocks), "36": short_extents(blocks, AGENT_EXTENTS_OF_600)}
+
+
+def stored_chains(bench: Bench, stack: ExitStack) -> dict[str, Chain]:
+    """One cluster with a chain of each shape in it."""
+    made = rig(bench, stack, "load")
+    return {shape: Chain(made, seed, lengths) for seed, (shape, lengths) in enumerate(shapes(bench).items())}
+
+
+@contextmanager
+def raw_like(bench: Bench, senders: int) -> Iterator[Loopback]:
+    """A raw transfer of what `senders` nodes send of one chain."""
+    shard_bytes = sum(plane.shard_bytes for plane in LAYOUT.planes())
+    with Loopback(senders, shard_bytes * bench.scale.chain_blocks) as raw:
+        yield raw
+
+
+@measures("load_warm_vs_loopback")
+def load_warm(bench: Bench) -> dict[str, Figure]:
+    chains = bench.shared(stored_chains)
+    cases = [(shape, hedge) for shape in chains for hedge in BARS]
+    read_before = -1
+
+    def user_rate(shape: str, hedge: Literal["lazy", "eager"]) -> float:
+        chain = chains[shape]
+        return chain.user_bytes / chain.load_seconds(hedge)
+
+    with raw_like(bench, ASKED) as raw:
+        for shape, hedge in cases:  # into the page cache, and the client's first connections
+            user_rate(shape, hedge)
+        read_before = chains["64"].rig.disk_read_bytes()
+        takes = [lambda s=shape, h=hedge: user_rate(s, h) for shape, hedge in cases]
+        *ours, wire = interleaved(bench.scale.rounds, *takes, raw.round_bytes_per_second)
+        read_bytes = chains["64"].rig.disk_read_bytes() - read_before
+    if read_bytes:
+        raise RuntimeError(f"the warm load read {read_bytes} bytes from disk")
+    figures = {}
+    for (shape, hedge), rates in zip(cases, ours, strict=True):
+        note = f"{np.median(rates) / 1e9:.2f} of {np.median(wire) / 1e9:.2f} GB/s; {spread(rates)}"
+        figures[f"load_warm_vs_loopback.{hedge}.{shape}"] = Figure(ratio_of_medians(rates, wire), at_least(BARS[hedge]), note)
+    return figures
+
+
+@measures("load_cold_vs_uring")
+def load_cold(bench: Bench) -> dict[str, Figure]:
+    chains = bench.shared(stored_chains)
+    figures = {}
+    for shape, chain in chains.items():
+        places = record_places(chain.rig.cluster, chain.keys, shards=range(ASKED))
+        with Uring(places, bench.directory / f"places-{shape}") as bare:
+
+            def cold_load(chain: Chain = chain) -> float:
+                drop_page_cache()
+                return chain.load_seconds()
+
+            def cold_bare(depth: int, bare: Uring = bare) -> float:
+                drop_page_cache()
+                return bare.round_seconds(depth)
+
+            ours, *theirs = interleaved(bench.scale.rounds, cold_load, *[lambda d=d: cold_bare(d) for d in DEPTHS])
+        best = min(theirs, key=lambda times: float(np.median(times)))
+        depth = DEPTHS[theirs.index(best)]
+        note = f"{np.median(ours) * 1e3:.0f} ms beside {np.median(best) * 1e3:.0f} ms at depth {depth}; {spread(ours)}"
+        figures[f"load_cold_vs_uring.{shape}"] = Figure(ratio_of_medians(best, ours), at_least(0.80), note)
+    return figures

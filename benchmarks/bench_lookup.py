@@ -1,0 +1,87 @@
+"""Lookups of 600 blocks against full indexes, and what a daemon with such an index keeps in memory.
+
+Every lookup hashes its prompt's tokens anew and asks the nodes anew. The absent keys come last: for them every daemon goes into a control
+group that lets it keep a quarter of its index, and the page cache is dropped first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from benchmarks.full_index import filled_rig
+from benchmarks.harness import Bench, Figure, at_most, measures, percentile
+from benchmarks.memory import can_limit, memory_limit
+from benchmarks.prompts import (
+    AGENT_EXTENTS_OF_600,
+    AGENT_EXTENTS_P99_OF_600,
+    chain_keys,
+    namespace,
+    short_extents,
+    store_in_turns,
+    tokens_of,
+)
+from benchmarks.rig import NODES, Rig, anonymous_bytes, bytes_on_disk, drop_page_cache, resident_bytes_without
+from kvstore.keys import KeyChain
+
+PROMPTS = 6  # of each shape, looked up in turn
+INDEX_OVER_MEMORY = 4
+
+
+def lookup_seconds(rig: Rig, tokens: np.ndarray, expected_blocks: int) -> float:
+    begin = time.perf_counter()
+    ticket = rig.client.lookup(KeyChain(namespace("bench")).extend(tokens))
+    took = time.perf_counter() - begin
+    if ticket.hit_blocks != expected_blocks:
+        raise RuntimeError(f"found {ticket.hit_blocks} of {expected_blocks} blocks")
+    return took
+
+
+def lookups(bench: Bench, rig: Rig, extents_of_600: int, first_seed: int) -> list[float]:
+    """Stores a few prompts in this shape; times of looking them up."""
+    blocks = bench.scale.chain_blocks
+    prompts = []
+    for seed in range(first_seed, first_seed + PROMPTS):
+        store_in_turns(rig.client, chain_keys(seed, blocks), short_extents(blocks, extents_of_600))
+        prompts.append(tokens_of(seed, blocks))
+    for prompt in prompts:
+        lookup_seconds(rig, prompt, blocks)
+    return [lookup_seconds(rig, prompts[number % PROMPTS], blocks) for number in range(bench.scale.samples)]
+
+
+def note_of(times: Sequence[float]) -> str:
+    shown = (f"p{percent} {percentile(times, percent) * 1e3:.2f}" for percent in (50, 90, 99))
+    return f"{', '.join(shown)} ms; n={len(times)}"
+
+
+@measures("lookup_600_ms", "lookup_600_116_extents_ms", "daemon_rss_mb", "lookup_absent_p99_ms")
+def lookup(bench: Bench) -> dict[str, Figure]:
+    rig = bench.shared(filled_rig)
+    agents = lookups(bench, rig, AGENT_EXTENTS_OF_600, 10_000)
+    long_chains = lookups(bench, rig, AGENT_EXTENTS_P99_OF_600, 20_000)
+    resident = [resident_bytes_without(pid, rig.cluster.directory) for pid in rig.pids]
+    index_bytes = [sum(bytes_on_disk(path.parent) for path in rig.cluster.node_directory(n).rglob("data.mdb")) for n in range(NODES)]
+
+    with ExitStack() as stack:
+        limited = can_limit()
+        if limited:
+            drop_page_cache()
+            for pid, index in zip(rig.pids, index_bytes, strict=True):
+                stack.enter_context(memory_limit(pid, anonymous_bytes(pid) + index // INDEX_OVER_MEMORY))
+        absent = []
+        for number in range(bench.scale.samples):
+            if not limited and number % 100 == 0:
+                drop_page_cache()
+            absent.append(lookup_seconds(rig, tokens_of(30_000 + number, bench.scale.chain_blocks), 0))
+    how = "memory for a quarter of it" if limited else "no control group: page cache dropped every 100"
+    size = f"{bench.scale.index_extents} extents, index {max(index_bytes) / 1e6:.0f} MB"
+    return {
+        "lookup_600_ms.p50": Figure(percentile(agents, 50) * 1e3, at_most(2), note_of(agents)),
+        "lookup_600_ms.p99": Figure(percentile(agents, 99) * 1e3, at_most(5), note_of(agents)),
+        "lookup_600_116_extents_ms": Figure(percentile(long_chains, 50) * 1e3, at_most(10), note_of(long_chains)),
+        "daemon_rss_mb": Figure(max(resident) / 1e6, at_most(200), size),
+        "lookup_absent_p99_ms": Figure(percentile(absent, 99) * 1e3, at_most(5), f"{note_of(absent)}; {how}"),
+    }

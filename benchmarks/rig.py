@@ -1,0 +1,104 @@
+"""Clusters of real daemons for the measurements, and what can be seen of them from outside: memory, disk reads, where records lie."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.harness import Bench
+from benchmarks.prompts import LAYOUT
+from kvstore.client import Client, ClientConfig
+from kvstore.server.local import LocalCluster
+
+NODES = 12
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+RECORD_ALIGN = 4096
+
+
+class Rig:
+    """A cluster and one client of it."""
+
+    def __init__(self, cluster: LocalCluster, client: Client) -> None:
+        self.cluster = cluster
+        self.client = client
+
+    @property
+    def pids(self) -> list[int]:
+        return [pid for node in range(NODES) if (pid := self.cluster.pid(node)) is not None]
+
+    def disk_read_bytes(self) -> int:
+        """Bytes that the daemons made the disk read since they started."""
+        total = 0
+        for pid in self.pids:
+            for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+                if line.startswith("read_bytes:"):
+                    total += int(line.split()[1])
+        return total
+
+    @contextlib.contextmanager
+    def stopped(self, *nodes: int) -> Iterator[None]:
+        """These daemons under SIGSTOP."""
+        for node in nodes:
+            self.cluster.kill(node, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for node in nodes:
+                self.cluster.kill(node, signal.SIGCONT)
+
+
+def rig(
+    bench: Bench,
+    stack: ExitStack,
+    name: str,
+    *,
+    capacity_bytes: int = 4 << 30,
+    io: str | None = None,
+    config: ClientConfig | None = None,
+) -> Rig:
+    """A cluster in its own folder, with a client; both end with the stack."""
+    cluster = stack.enter_context(LocalCluster(bench.directory / name, NODES, capacity_bytes=capacity_bytes, io=io))
+    client = stack.enter_context(Client(cluster.map, layout=LAYOUT, config=config or ClientConfig()))
+    return Rig(cluster, client)
+
+
+def drop_page_cache() -> None:
+    """Everything clean leaves the page cache. Needs root."""
+    os.sync()
+    DROP_CACHES.write_text("3\n")
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Resident memory of a process that is its own: neither the index file's pages nor libraries, which the kernel can take back."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) << 10
+
+
+def resident_bytes_without(pid: int, folder: Path) -> int:
+    """Resident memory of a process without what it maps from files under `folder` (the index is a file: its pages are a cache)."""
+    total = 0
+    skip = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if words and "-" in words[0] and not words[0].endswith(":"):
+            skip = len(words) > 5 and words[5].startswith(str(folder))
+        elif words and words[0] == "Rss:" and not skip:
+            total += int(words[1]) << 10
+    return total
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """What the file system gave to all files under `folder`: holes do not count."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def writer(cluster: LocalCluster, *words: str) -> subprocess.Popen[str]:
+    """A process of its own that stores prompts until its stdin closes (benchmarks/writer.py)."""
+    command = [sys.executable, "-m", "benchmarks.writer", str(cluster.map_path), *words]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
