@@ -5,41 +5,22 @@ A writer process stores new prompts without pause into full daemons, so that eve
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.bench_kill9 import Acknowledged
 from benchmarks.harness import Bench, Figure, at_most, measures, percentile
+from benchmarks.pressure import Pressure
 from benchmarks.prompts import BLOCK_BYTES, bytes_of, chain_keys, pretouched, short_extents, store_in_turns
-from benchmarks.rig import NODES, Rig, rig, writer
+from benchmarks.rig import NODES, rig
 from kvstore.client import ClientConfig, Ticket
 
 PROMPT_BLOCKS = 4  # of the writer: short, so that many promises can be tested
 READ_BLOCKS = 128
 NODE_CAPACITY_BYTES = 96 << 20
 HOLD_SECONDS = 4.0  # between promise and load: the store is written over about once meanwhile
-
-
-class Pressure:
-    """A writer process at work on a cluster; its acknowledged prompts in order."""
-
-    def __init__(self, made: Rig, stack: ExitStack, *words: str) -> None:
-        process = writer(made.cluster, *words)
-        self.acknowledged = Acknowledged()
-        feeder = threading.Thread(target=self.acknowledged.feed, args=(process.stdout,), daemon=True)
-        feeder.start()
-
-        def end() -> None:
-            assert process.stdin
-            process.stdin.close()
-            process.wait(60)
-            feeder.join(60)
-
-        stack.callback(end)
 
 
 def blocks_that_fit(node_capacity_bytes: int) -> int:
@@ -53,16 +34,16 @@ def promise_broken(bench: Bench) -> dict[str, Figure]:
     broken = loaded_short = asked = missed = 0
     with ExitStack() as stack:
         made = rig(bench, stack, "promise", capacity_bytes=NODE_CAPACITY_BYTES, config=ClientConfig(promise_reuse_seconds=0))
-        pressure = Pressure(made, stack, "--blocks", str(PROMPT_BLOCKS))
+        pressure = stack.enter_context(Pressure(made.cluster, blocks=PROMPT_BLOCKS))
         prompts_kept = blocks_that_fit(NODE_CAPACITY_BYTES) // PROMPT_BLOCKS
-        pressure.acknowledged.wait_for_more(int(prompts_kept * 1.2), timeout_seconds=120)
+        pressure.wait_for_more(int(prompts_kept * 1.2), timeout_seconds=120)
         place = pretouched(PROMPT_BLOCKS)
         held: deque[tuple[float, int, Ticket]] = deque()
         rng = np.random.default_rng(3)
         while asked < wanted:
-            newest = pressure.acknowledged.newest()
-            seed = newest - int(prompts_kept * rng.uniform(0.0, 1.0))
-            ticket = made.client.lookup(chain_keys(max(0, seed), PROMPT_BLOCKS, "writer"))
+            newest = pressure.newest()
+            seed = max(0, newest - int(prompts_kept * rng.uniform(0.0, 1.0)))
+            ticket = made.client.lookup(chain_keys(seed, PROMPT_BLOCKS, "writer"))
             if ticket.hit_blocks:
                 held.append((time.monotonic() + HOLD_SECONDS * rng.uniform(0, 1), seed, ticket))
             else:
@@ -72,7 +53,7 @@ def promise_broken(bench: Bench) -> dict[str, Figure]:
                 loaded = made.client.load(ticket, place).blocks
                 asked += 1
                 loaded_short += loaded < ticket.hit_blocks
-                broken += not np.array_equal(place[:loaded], bytes_of(chain_keys(seed, PROMPT_BLOCKS, "writer")[:loaded]))
+                broken += not np.array_equal(place[:loaded], bytes_of(chain_keys(seed, PROMPT_BLOCKS, "writer"))[:loaded])
     if broken:
         raise RuntimeError(f"{broken} loads gave wrong bytes")
     return {"promise_broken": Figure(loaded_short / asked, at_most(1e-4), f"{loaded_short} of {asked}; {missed} evicted before the lookup")}
@@ -100,13 +81,12 @@ def p99_while_evicting(bench: Bench) -> dict[str, Figure]:
 
         take([])
         prompts_kept = blocks_that_fit(2 * NODE_CAPACITY_BYTES) // PROMPT_BLOCKS
-        with ExitStack() as filling:
-            Pressure(made, filling, "--blocks", str(PROMPT_BLOCKS)).acknowledged.wait_for_more(prompts_kept, timeout_seconds=120)
+        with Pressure(made.cluster, blocks=PROMPT_BLOCKS) as filling:
+            filling.wait_for_more(prompts_kept, timeout_seconds=120)
         for number in range(rounds):
             take(idle)
-            with ExitStack() as writing:
-                pressure = Pressure(made, writing, "--blocks", str(PROMPT_BLOCKS), "--seed", str((number + 1) * 1_000_000))
-                pressure.acknowledged.wait_for_more(100)
+            with Pressure(made.cluster, blocks=PROMPT_BLOCKS, first_seed=(number + 1) * 1_000_000) as writing:
+                writing.wait_for_more(100)
                 take(busy)
     note = f"{percentile(busy, 99) * 1e3:.1f} ms beside {percentile(idle, 99) * 1e3:.1f} ms; n={len(busy)}"
     return {"p99_while_evicting": Figure(percentile(busy, 99) / percentile(idle, 99), at_most(1.5), note)}

@@ -21,7 +21,7 @@ GIVE_UP_SECONDS = 60.0
 def first_request_seconds(folder: Path) -> float:
     """Starts the command on an empty folder, asks until a lookup is answered, ends it."""
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "kvstore", "up", "--directory", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "kvstore", "up", "--dir", str(folder), "--port", "0"]
     up = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         map_path = folder / "map.toml"

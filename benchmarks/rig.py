@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -96,9 +94,3 @@ def resident_bytes_without(pid: int, folder: Path) -> int:
 def bytes_on_disk(folder: Path) -> int:
     """What the file system gave to all files under `folder`: holes do not count."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-
-
-def writer(cluster: LocalCluster, *words: str) -> subprocess.Popen[str]:
-    """A process of its own that stores prompts until its stdin closes (benchmarks/writer.py)."""
-    command = [sys.executable, "-m", "benchmarks.writer", str(cluster.map_path), *words]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
