@@ -102,7 +102,11 @@ bool LoadJob::drop_liars(uint32_t e, uint32_t p) {
   stats.bad_shards += uint32_t(std::popcount(liars));
   work.lost |= liars;
   work.good &= ~(liars | work.decoded);   // what was rebuilt may come from a liar
-  work.revoked |= work.decoded;
+  const uint64_t undone = work.decoded & ~work.lost;   // these came too late and were thrown away: asked again if nothing else helps
+  work.revoked &= ~undone;
+  work.lagging |= undone;
+  work_[e]->spared |= undone;
+  work_[e]->late_asked &= ~undone;
   work.decoded = 0;
   return true;
 }
@@ -120,62 +124,67 @@ bool LoadJob::digests_hold(uint32_t e, uint32_t p) const {
   return true;
 }
 
-// A shard whose bytes fit its own sum, but not the others: leave each out in turn, rebuild beside, and see whether the digests hold then.
-// Needs more than k shards. Rare, so all of it under the extent's lock.
+// Shards whose bytes fit their own sums, but not the others: leave out as many as there are beyond k, in every way, rebuild beside, and see
+// whether the digests hold then. At most 66 tries for 12 shards. Rare, so all of it under the extent's lock.
 bool LoadJob::locate(uint32_t e, uint32_t p) {
+  const PlaneWork& work = work_[e]->planes[p];
+  const uint64_t received = work.good & ~work.decoded;
+  const uint32_t beyond = uint32_t(std::popcount(received)) - k_;
+  if (uint32_t(std::popcount(received)) <= k_) return false;
+  std::vector<uint64_t> left_out{0};
+  for (uint32_t i = 0; i < beyond; i++) {
+    std::vector<uint64_t> more;
+    for (uint64_t some : left_out)
+      each(received, [&](uint32_t s) {
+        if (bit(s) > some) more.push_back(some | bit(s));   // ascending: each set once
+      });
+    left_out.swap(more);
+  }
+  return std::any_of(left_out.begin(), left_out.end(), [&](uint64_t out) { return holds_from(e, p, received & ~out); });
+}
+
+// Rebuilds the data shards that are not among these k beside the places; puts them in their places when all digests hold.
+bool LoadJob::holds_from(uint32_t e, uint32_t p, uint64_t from) {
   PlaneWork& work = work_[e]->planes[p];
   const PlaneSpec& plane = plan_.planes[p];
   const ExtentPlan& x = plan_.extents[e];
   const uint32_t piece = plane.shard_bytes;
-  const uint64_t received = work.good & ~work.decoded;
-  if (uint32_t(std::popcount(received)) <= k_) return false;
-  const Digest* expected = digests(e, p, uint32_t(std::countr_zero(received)));
-  std::vector<uint8_t> cut(size_t(piece) * k_), rebuilt;
+  const uint64_t missing = data_mask() & ~from;
+  uint32_t have[K_MAX], want[M_MAX], n = 0, wanted = 0;
+  if (uint32_t(std::popcount(missing)) > m_) return false;
+  each(from, [&](uint32_t s) { have[n++] = s; });
+  each(missing, [&](uint32_t s) { want[wanted++] = s; });
+  const Digest* expected = digests(e, p, have[0]);
+  std::vector<uint8_t> padded(size_t(piece) * k_), rebuilt(size_t(piece) * x.count * wanted);
   auto shard_at = [&](uint32_t s, uint32_t b) -> const uint8_t* {
     if (s >= k_) return work.parity[s - k_] + size_t(b) * piece;
     const uint8_t* at = place(e, p) + b * plan_.row_stride + size_t(s) * piece;
     const uint32_t real = shard_real_bytes(plane.bytes, piece, s);
     if (real == piece) return at;
-    uint8_t* padded = cut.data() + size_t(s) * piece;
-    if (real) std::memcpy(padded, at, real);
-    return padded;
+    uint8_t* whole = padded.data() + size_t(s) * piece;
+    if (real) std::memcpy(whole, at, real);
+    return whole;
   };
-  for (uint32_t suspect = 0; suspect < k_ + m_; suspect++) {
-    if (!(received & bit(suspect))) continue;
-    uint32_t have[K_MAX], want[M_MAX], n = 0, wanted = 0;
-    uint64_t had = 0;
-    each(received & ~bit(suspect), [&](uint32_t s) {
-      if (n < k_) have[n++] = s, had |= bit(s);
-    });
-    const uint64_t missing = data_mask() & ~had;
-    if (uint32_t(std::popcount(missing)) > m_) continue;
-    each(missing, [&](uint32_t s) { want[wanted++] = s; });
-    rebuilt.resize(size_t(piece) * x.count * wanted);
-    bool holds = true;
-    for (uint32_t b = 0; holds && b < x.count; b++) {
-      const uint8_t* in[K_MAX];
-      uint8_t* out[M_MAX];
-      uint64_t row[K_MAX];
-      for (uint32_t i = 0; i < k_; i++) in[i] = shard_at(have[i], b);
-      for (uint32_t j = 0; j < wanted; j++) out[j] = rebuilt.data() + (size_t(j) * x.count + b) * piece;
-      for (uint32_t s = 0; s < k_; s++) row[s] = sums(e, p, s)[b];
-      holds = shared_->codec.decode(piece, have, in, want, wanted, out);
-      for (uint32_t j = 0; j < wanted; j++) row[want[j]] = shard_sum(out[j], piece, seed(e, p, want[j], b));
-      const Digest d = plane_digest(plan_.block_keys.data() + size_t(x.row + b) * KEY_BYTES, x.name.write_id, row, k_);
-      holds = holds && std::memcmp(&d, &expected[b], sizeof d) == 0;
-    }
-    if (!holds) continue;
-    for (uint32_t j = 0; j < wanted; j++)
-      for (uint32_t b = 0; b < x.count; b++) {
-        const uint32_t real = shard_real_bytes(plane.bytes, piece, want[j]);
-        if (real) std::memcpy(place(e, p) + b * plan_.row_stride + size_t(want[j]) * piece, rebuilt.data() + (size_t(j) * x.count + b) * piece, real);
-      }
-    work.decoded |= missing;
-    stats.bad_shards++;
-    stats.decodes++;
-    return true;
+  for (uint32_t b = 0; b < x.count; b++) {
+    const uint8_t* in[K_MAX];
+    uint8_t* out[M_MAX];
+    uint64_t row[K_MAX];
+    for (uint32_t i = 0; i < k_; i++) in[i] = shard_at(have[i], b);
+    for (uint32_t j = 0; j < wanted; j++) out[j] = rebuilt.data() + (size_t(j) * x.count + b) * piece;
+    for (uint32_t s = 0; s < k_; s++) row[s] = sums(e, p, s)[b];
+    if (!shared_->codec.decode(piece, have, in, want, wanted, out)) return false;
+    for (uint32_t j = 0; j < wanted; j++) row[want[j]] = shard_sum(out[j], piece, seed(e, p, want[j], b));
+    const Digest d = plane_digest(plan_.block_keys.data() + size_t(x.row + b) * KEY_BYTES, x.name.write_id, row, k_);
+    if (std::memcmp(&d, &expected[b], sizeof d)) return false;
   }
-  return false;
+  for (uint32_t j = 0; j < wanted; j++)
+    for (uint32_t b = 0; b < x.count; b++)
+      if (const uint32_t real = shard_real_bytes(plane.bytes, piece, want[j]))
+        std::memcpy(place(e, p) + b * plan_.row_stride + size_t(want[j]) * piece, rebuilt.data() + (size_t(j) * x.count + b) * piece, real);
+  stats.bad_shards += uint32_t(std::popcount(work.good & ~work.decoded & ~from));
+  stats.decodes++;
+  work.decoded |= missing;
+  return true;
 }
 
 void LoadJob::complete(uint32_t e, uint32_t p) {

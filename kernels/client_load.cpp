@@ -44,7 +44,6 @@ LoadJob::~LoadJob() {
 
 void LoadJob::start() {
   const int64_t now = now_ns();
-  const uint64_t all = (uint64_t(1) << (k_ + m_)) - 1;
   Net& net = *shared_->net;
   auto& nodes = net.nodes;
   std::vector<std::shared_ptr<Stream>> streams;
@@ -73,18 +72,22 @@ void LoadJob::start() {
         late |= bit(s);
     }
     each(late, [&](uint32_t s) {   // who still owes an answer is not asked for another while others can stand in
-      if (uint32_t(std::popcount(lost)) < m_) lost |= bit(s);
+      if (uint32_t(std::popcount(lost | w.spared)) < m_) w.spared |= bit(s);
     });
-    for (auto& plane : w.planes) plane.lost = lost;
+    for (auto& plane : w.planes) {
+      plane.lost = lost;
+      plane.lagging = w.spared;
+    }
+    const uint64_t passed = lost | w.spared;
     for (uint32_t s = 0; s < k_; s++)
-      if (!(lost & bit(s))) {
+      if (!(passed & bit(s))) {
         data_stream_[e][s] = stream_of(uint32_t(x.nodes[s]), false);
         asked[e].push_back(uint8_t(s));
       }
-    uint32_t want = std::max(1, std::popcount(lost & data_mask()));
+    uint32_t want = std::max(1, std::popcount(passed & data_mask()));
     for (uint32_t i = 0; i < m_ && want; i++) {
       const uint32_t s = w.parity_order[i];
-      if (lost & bit(s)) continue;
+      if (passed & bit(s)) continue;
       w.parity[s - k_].stream = stream_of(uint32_t(x.nodes[s]), true);
       w.parity[s - k_].item.resize(plane_count_);
       asked[e].push_back(uint8_t(s));
@@ -92,7 +95,7 @@ void LoadJob::start() {
       want--;
     }
     stats.shards_asked += asked[e].size();
-    stats.missing_shards += uint32_t(std::popcount(lost & all));
+    stats.missing_shards += uint32_t(std::popcount(lost));
   }
   for (uint32_t p = 0; p < plane_count_; p++)
     for (uint32_t e = 0; e < extents; e++)
@@ -119,7 +122,7 @@ void LoadJob::start() {
   for (uint32_t e = 0; e < extents; e++) {
     std::lock_guard lock(work_[e]->mutex);
     for (uint32_t p = 0; p < plane_count_; p++)
-      if (work_[e]->planes[p].lost) judge(e, p, todo);
+      if (work_[e]->planes[p].lost | work_[e]->planes[p].lagging) judge(e, p, todo);
   }
   run(todo);
   Loop& home = net.bulk_loop(home_++, false);   // loads take turns
@@ -217,7 +220,7 @@ bool LoadJob::claim(const Stream::Item& item, std::vector<uint8_t>& tail, Target
   ExtentWork& w = *work_[item.extent];
   std::lock_guard lock(w.mutex);
   PlaneWork& work = w.planes[item.plane];
-  if (over() || work.complete || ((work.revoked | work.lost | work.good) & bit(item.shard)) || item.extent >= cut_.load()) return false;
+  if (over() || work.complete || ((work.revoked | work.lost | work.good | work.receiving) & bit(item.shard)) || item.extent >= cut_.load()) return false;
   to.checks = checks(item.extent, item.plane, item.shard);
   to.stride = piece;
   if (item.shard >= k_) {
@@ -326,21 +329,30 @@ void LoadJob::judge(uint32_t e, uint32_t p, Todo& todo) {
     todo.failed.push_back(e);
     return;
   }
-  uint32_t want = uint32_t(std::popcount(data_mask() & ~work.good & (work.lost | work.lagging))) + (work.doubted ? 1 : 0);
+  uint32_t want = uint32_t(std::popcount(data_mask() & ~work.good & (work.lost | work.lagging))) + (work.doubted ? m_ : 0);
+  auto ask_late = [&](uint32_t s) {
+    if (w.late_asked & bit(s)) return;
+    w.late_asked |= bit(s);
+    if (work.lost) stats.late_asked_errors++;
+    todo.late.push_back({e, s});
+  };
   for (uint32_t i = 0; i < m_ && want; i++) {
     const uint32_t s = w.parity_order[i];
-    if (work.lost & bit(s)) continue;
-    if (!((work.lagging & ~work.good) & bit(s))) want--;
+    if ((work.lost | w.spared) & bit(s)) continue;
+    if (!(work.lagging & ~work.good & bit(s))) want--;
     if (work.good & bit(s)) continue;
-    ParityAsk& ask = w.parity[s - k_];
-    if (ask.stream >= 0) {
+    const ParityAsk& ask = w.parity[s - k_];
+    if (ask.stream >= 0)
       todo.read.emplace_back(ask.stream, ask.item[p] + 1);
-    } else if (!ask.late_asked) {
-      ask.late_asked = true;
-      if (work.lost & (data_mask() | bit(w.parity_order[0]))) stats.late_asked_errors++;
-      todo.late.push_back({e, s - k_});
-    }
+    else
+      ask_late(s);
   }
+  // The last resort: nodes that owe other answers.
+  each(w.spared & ~(work.lost | work.good), [&](uint32_t s) {
+    if (want == 0) return;
+    want--;
+    ask_late(s);
+  });
 }
 
 void LoadJob::run(Todo& todo) {
@@ -364,10 +376,10 @@ void LoadJob::read_more(int32_t index, uint32_t items) {
   loop.post([conn] { conn->go_on(); });
 }
 
-// A fresh request for parity shards that were left out: one stream per node.
+// A fresh request for shards that were left out: one stream per node.
 void LoadJob::ask_late(std::vector<Late> late) {
   std::map<int32_t, std::vector<Late>> by_node;
-  for (const Late& l : late) by_node[plan_.extents[l.extent].nodes[k_ + l.parity]].push_back(l);
+  for (const Late& l : late) by_node[plan_.extents[l.extent].nodes[l.shard]].push_back(l);
   for (auto& [node, list] : by_node) {
     auto stream = std::make_shared<Stream>();
     stream->job = shared_from_this();
@@ -375,7 +387,7 @@ void LoadJob::ask_late(std::vector<Late> late) {
     for (uint32_t p = 0; p < plane_count_; p++)
       for (const Late& l : list) {
         std::lock_guard lock(work_[l.extent]->mutex);
-        if (!work_[l.extent]->planes[p].complete) stream->items.push_back({l.extent, uint8_t(p), uint8_t(k_ + l.parity)});
+        if (!work_[l.extent]->planes[p].complete) stream->items.push_back({l.extent, uint8_t(p), uint8_t(l.shard)});
       }
     if (stream->items.empty()) continue;
     build_frames(*stream);

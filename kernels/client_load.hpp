@@ -162,7 +162,6 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   struct ParityAsk {
     int32_t stream = -1;
     std::vector<uint32_t> item;   // by plane
-    bool late_asked = false;
   };
   struct ExtentWork {
     mutable std::mutex mutex;
@@ -170,9 +169,11 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
     std::unique_ptr<uint8_t[]> checks;   // by plane, shard: sums and digests as they came; sums of rebuilt shards
     uint8_t parity_order[M_MAX] = {};
     ParityAsk parity[M_MAX];
+    uint64_t spared = 0;       // not asked at first: their nodes owe other answers
+    uint64_t late_asked = 0;   // asked by a fresh request
     bool failed = false, degraded = false;
   };
-  struct Late { uint32_t extent; uint32_t parity; };
+  struct Late { uint32_t extent, shard; };
   // What is to be done once no extent is locked.
   struct Todo {
     std::vector<std::pair<int32_t, uint32_t>> read;   // stream, items
@@ -209,6 +210,7 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   bool drop_liars(uint32_t extent, uint32_t plane);
   bool digests_hold(uint32_t extent, uint32_t plane) const;
   bool locate(uint32_t extent, uint32_t plane);
+  bool holds_from(uint32_t extent, uint32_t plane, uint64_t shards);
   void judge(uint32_t extent, uint32_t plane, Todo& todo);   // what else must be read, or is it hopeless
   void free_parity(PlaneWork& work, uint32_t extent, uint32_t plane);
   void hash_rebuilt(uint32_t extent, uint32_t plane, uint64_t shards);
