@@ -140,12 +140,12 @@ void fill_nodes(const Ints2& nodes, size_t row, uint32_t shards, int32_t (&to)[S
 }
 
 nb::object load(ClientCore& core, const nb::bytes& owner, uint64_t epoch, const Bytes2& names, const Words2& spans, const Ints2& nodes,
-                const Words2& planes, const Bytes2& block_keys, const RowsOut& destination, bool eager) {
+                const Longs1& doubtful, const Words2& planes, const Bytes2& block_keys, const RowsOut& destination, bool eager) {
   core.check();
   const uint32_t k = core.shared->codec.k(), shards = k + core.shared->codec.m();
   const size_t extents = names.shape(0);
   need(names.shape(1) == sizeof(wire::WritingName) && spans.shape(0) == extents && spans.shape(1) == 3 && nodes.shape(0) == extents &&
-           nodes.shape(1) == shards && block_keys.shape(1) == KEY_BYTES,
+           nodes.shape(1) == shards && doubtful.shape(0) == extents && block_keys.shape(1) == KEY_BYTES,
        "load: shapes do not fit");
   need(rows_are_dense(destination) && destination.shape(0) >= block_keys.shape(0), "load: destination has too few rows, or rows that overlap");
   LoadPlan plan;
@@ -166,6 +166,7 @@ nb::object load(ClientCore& core, const nb::bytes& owner, uint64_t epoch, const 
     need(x.row == row && x.count >= 1 && uint64_t(x.first_block) + x.count <= BLOCKS_PER_EXTENT_MAX, "load: extents are not one after the other");
     row += x.count;
     fill_nodes(nodes, e, shards, x.nodes);
+    x.doubtful = doubtful(e);
     plan.extents.push_back(x);
   }
   need(row == block_keys.shape(0), "load: one key for each row");
@@ -422,7 +423,8 @@ void bind_client(nanobind::module_& m) {
           },
           "owner"_a, "epoch"_a, "bucket"_a, "flags"_a, "retention_class"_a, "pin_seconds"_a, "names"_a, "nodes"_a, "enough"_a,
           nb::rv_policy::take_ownership)
-      .def("load", &load, "owner"_a, "epoch"_a, "names"_a, "spans"_a, "nodes"_a, "planes"_a, "block_keys"_a, "destination"_a, "eager"_a)
+      .def("load", &load, "owner"_a, "epoch"_a, "names"_a, "spans"_a, "nodes"_a, "doubtful"_a, "planes"_a, "block_keys"_a,
+           "destination"_a, "eager"_a)
       .def("store", &store, "owner"_a, "write_epoch"_a, "write_ids"_a, "spans"_a, "nodes"_a, "planes"_a, "block_keys"_a, "blocks"_a, "earlier"_a,
            "fields"_a)
       .def(
@@ -448,7 +450,7 @@ void bind_client(nanobind::module_& m) {
       .def("health", [](ClientCore& core) {
         std::vector<uint8_t> out;
         const int64_t now = now_ns();
-        for (auto& node : core.net->nodes) out.push_back(uint8_t(node->down(now) ? 2 : node->late() ? 1 : 0));
+        for (auto& node : core.net->nodes) out.push_back(node->health(now));
         return array_of(std::move(out));
       })
       .def_prop_ro("discover_delay_seconds", [](ClientCore& core) { return double(core.net->discover_delay.delay()) / 1e9; })

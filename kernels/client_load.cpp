@@ -71,6 +71,7 @@ void LoadJob::start() {
       else if (int64_t since = nodes[size_t(n)]->late_since_ns.load(std::memory_order_relaxed); since && now - since < LATE_TRUSTED_NS)
         late |= bit(s);
     }
+    w.spared = x.doubtful & ~lost;
     each(late, [&](uint32_t s) {   // who still owes an answer is not asked for another while others can stand in
       if (uint32_t(std::popcount(lost | w.spared)) < m_) w.spared |= bit(s);
     });
@@ -347,7 +348,7 @@ void LoadJob::judge(uint32_t e, uint32_t p, Todo& todo) {
     else
       ask_late(s);
   }
-  // The last resort: nodes that owe other answers.
+  // The last resort: nodes that owe other answers, or did not have the shard at lookup.
   each(w.spared & ~(work.lost | work.good), [&](uint32_t s) {
     if (want == 0) return;
     want--;

@@ -33,6 +33,7 @@ struct ExtentPlan {
   uint32_t count;                  // blocks to read
   uint32_t row;                    // of the destination
   int32_t nodes[SHARDS_MAX];       // who holds shard i; -1: nobody
+  uint64_t doubtful;               // shards whose nodes did not have them a moment ago: asked last
 };
 
 struct LoadPlan {
@@ -169,7 +170,7 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
     std::unique_ptr<uint8_t[]> checks;   // by plane, shard: sums and digests as they came; sums of rebuilt shards
     uint8_t parity_order[M_MAX] = {};
     ParityAsk parity[M_MAX];
-    uint64_t spared = 0;       // not asked at first: their nodes owe other answers
+    uint64_t spared = 0;       // not asked at first: their nodes owe other answers, or did not have them
     uint64_t late_asked = 0;   // asked by a fresh request
     bool failed = false, degraded = false;
   };

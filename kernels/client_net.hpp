@@ -22,6 +22,7 @@
 namespace kv::client {
 
 inline constexpr int64_t MS = 1'000'000, SECOND = 1'000'000'000;
+inline constexpr int64_t SILENT_NS = 500 * MS;
 int64_t now_ns();   // monotonic
 
 // What ended a request without an answer; beside the numbers of Status, which a daemon answered.
@@ -130,6 +131,11 @@ struct Node {
 
   bool down(int64_t now) const { return now < down_until_ns.load(std::memory_order_relaxed); }
   bool late() const { return late_since_ns.load(std::memory_order_relaxed) != 0; }
+  // 0: healthy. 1: owes an answer that is late. 2: has been late for so long that nobody should wait for it. 3: held for down.
+  uint8_t health(int64_t now) const {
+    const int64_t since = late_since_ns.load(std::memory_order_relaxed);
+    return down(now) ? 3 : since == 0 ? 0 : now - since < SILENT_NS ? 1 : 2;
+  }
   void heard() {
     if (late_since_ns.load(std::memory_order_relaxed)) late_since_ns.store(0, std::memory_order_relaxed);
   }

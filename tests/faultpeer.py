@@ -128,8 +128,9 @@ class Peer:
                     r = next(iter(shards.values()))
                     found.append(
                         wire.Writing(
-                            write_id, sum(1 << s for s in shards), r.write_epoch, ordinal, r.start_block, r.fidelity, r.retention_class, r.depth,
-                            r.kv_group, r.pg, r.block_bytes, r.k, r.m, r.cipher, len(r.plane_bytes), r.layout_tag, tuple(r.earlier), tuple(r.tags),
+                            write_id, sum(1 << s for s in shards), r.write_epoch, ordinal, r.start_block, r.fidelity, r.retention_class,
+                            r.depth, r.kv_group, r.pg, r.block_bytes, r.k, r.m, r.cipher, len(r.plane_bytes), r.layout_tag,
+                            tuple(r.earlier), tuple(r.tags),
                         )
                     )  # fmt: skip
         return wire.encode_discover_reply(found)
@@ -169,7 +170,8 @@ class Peer:
             blocks = range(extent.first_block, extent.first_block + extent.block_count)
             sums = [record.piece_sum(r.owner, r.extent_key, r.write_id, r.shard, plane, b, r.pieces[plane][b]) for b in blocks]
             body = item_body(sums, [r.digests[plane][b] for b in blocks], [r.pieces[plane][b] for b in blocks])
-        return Item(extent.extent_key, extent.write_id, extent.shard, plane, extent.first_block, extent.block_count, body, pipe, request_id, ordinal)
+        e = extent
+        return Item(e.extent_key, e.write_id, e.shard, plane, e.first_block, e.block_count, body, pipe, request_id, ordinal)
 
     # --- connections ---
 

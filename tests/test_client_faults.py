@@ -1,4 +1,4 @@
-"""Loads from peers that lag, lie, refuse, cut: the bytes are right or they are not delivered, within the deadline, and nothing is written late."""
+"""Loads from peers that lag, lie, refuse, cut: right bytes or none, within the deadline, and nothing is written late."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stored:
         raise AssertionError(f"nobody has shard {shard}")
 
     def rule(self, shard: int, rule: object) -> None:
-        self.cluster.peers[self.holder(shard)].item_rule = rule  # type: ignore[assignment]
+        self.cluster.peers[self.holder(shard)].item_rule = rule
 
 
 @pytest.fixture
@@ -62,7 +62,8 @@ async def lie(item: Item) -> bytes:
 async def wrong_digests(item: Item) -> bytes:
     right = wire.decode_item(item.body, item.block_count)
     size = len(right.pieces) // item.block_count
-    return item_body(list(right.sums), [bytes(16)] * item.block_count, [right.pieces[i * size : (i + 1) * size] for i in range(item.block_count)])
+    pieces = [right.pieces[i * size : (i + 1) * size] for i in range(item.block_count)]
+    return item_body(list(right.sums), [bytes(16)] * item.block_count, pieces)
 
 
 async def not_found(_: Item) -> Status:
@@ -122,9 +123,9 @@ def test_three_bad_shards_are_a_shorter_hit_and_never_wrong_bytes(rule: object) 
             for peer in cluster.peers:
 
                 async def only_second(item: Item) -> object:
-                    return await rule(item) if item.extent_key == second and item.shard in (1, 4, 8) else None  # type: ignore[operator]
+                    return await rule(item) if item.extent_key == second and item.shard in (1, 4, 8) else None
 
-                peer.item_rule = only_second  # type: ignore[assignment]
+                peer.item_rule = only_second
             result, place = load(made.client, made.ticket, deadline_seconds=5.0)
             assert result.blocks in ((64, 0) if rule in (cut, hang_up, foreign, huge, short_body) else (64,))
             assert result.outcome is not LoadOutcome.COMPLETE
@@ -172,7 +173,7 @@ def test_a_shard_that_stops_in_its_middle_is_decoded_over_and_its_rest_goes_nowh
                 return Raw(frame[len(frame) // 2 :])
 
             peer = cluster.peers[made.holder(3)]
-            peer.item_rule = half  # type: ignore[assignment]
+            peer.item_rule = half
             result, place = load(made.client, made.ticket, deadline_seconds=5.0)
             assert halves and result.blocks == 64 and result.decoded >= 1 and np.array_equal(place, made.data)
             place[:] = 0x5A
@@ -185,7 +186,7 @@ def test_a_shard_that_stops_in_its_middle_is_decoded_over_and_its_rest_goes_nowh
 def test_a_load_that_nobody_answers_ends_at_its_deadline(stored: Stored) -> None:
     gate = stored.cluster.gate()
     for peer in stored.cluster.peers:
-        peer.item_rule = hold(gate)  # type: ignore[assignment]
+        peer.item_rule = hold(gate)
     result, place = load(stored.client, stored.ticket, deadline_seconds=0.3)
     assert (result.blocks, result.outcome) == (0, LoadOutcome.TIMEOUT) and 0.25 < result.seconds < 1.0
     place[:] = 0x5A
@@ -199,14 +200,14 @@ def test_a_load_that_nobody_answers_ends_at_its_deadline(stored: Stored) -> None
 def test_a_cancelled_load_returns_at_once_and_leaves_the_memory_alone(stored: Stored) -> None:
     gate = stored.cluster.gate()
     for peer in stored.cluster.peers:
-        peer.item_rule = hold(gate)  # type: ignore[assignment]
+        peer.item_rule = hold(gate)
     place = np.zeros_like(stored.data)
     results = []
 
     def cancel_when_asked(under_way: object) -> None:
         def run() -> None:
             gate.reached.wait(5)
-            under_way.cancel()  # type: ignore[attr-defined]
+            under_way.cancel()
 
         threading.Thread(target=run).start()
 
@@ -247,7 +248,7 @@ def test_bytes_of_another_block_never_pass(stored: Stored) -> None:
         extent = wire.ReadExtent(swapped.extent_key, swapped.write_id, swapped.shard, 0, 20)
         return holder._item(extent, item.plane, item.pipe, 0, 0).body
 
-    holder.item_rule = misdirected  # type: ignore[assignment]
+    holder.item_rule = misdirected
     result, place = load(stored.client, stored.ticket)
     assert result.blocks == 20 and result.bad_shards == 1 and np.array_equal(place, stored.data)
     assert np.array_equal(place, bytes_of(stored.keys, SMALL))

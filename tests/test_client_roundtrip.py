@@ -99,7 +99,7 @@ def test_an_iterator_of_planes_that_is_left_early_ends_its_load(cluster: LocalCl
         place = np.zeros_like(data)
         planes = client.planes(client.lookup(keys), place)
         next(planes)
-        planes.close()  # type: ignore[attr-defined]  # a generator
+        planes.close()  # a generator
         place[:] = 7
         result, again = load(client, client.lookup(keys))
         assert result.blocks == 100 and np.array_equal(again, data)

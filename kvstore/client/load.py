@@ -49,7 +49,8 @@ class Load:
             ticket.epoch,
             names_of(extent_keys, extents["write_id"]),
             spans,
-            _nodes(placements, extent_keys, extents["write_epoch"].tolist(), extents["absent"].tolist()),
+            _nodes(placements, extent_keys, extents["write_epoch"].tolist()),
+            np.ascontiguousarray(extents["absent"]),
             np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in planes], np.uint32),
             np.ascontiguousarray(ticket.keys[blocks.start : blocks.stop]),
             rows,
@@ -136,7 +137,7 @@ def _spans(ticket: Ticket, blocks: range) -> tuple[U32, I32]:
     return np.ascontiguousarray(np.stack([first, high - low, low - blocks.start], axis=1), np.uint32), which
 
 
-def _nodes(placements: Mapping[int, Placement], extent_keys: U8, epochs: list[int], absent: list[int]) -> I32:
+def _nodes(placements: Mapping[int, Placement], extent_keys: U8, epochs: list[int]) -> I32:
     """(extents, k + m): who holds which shard, -1 where nobody does."""
     shards = next(iter(placements.values())).shards_count
     nodes: I32 = np.full((len(epochs), shards), -1, np.int32)
@@ -145,7 +146,4 @@ def _nodes(placements: Mapping[int, Placement], extent_keys: U8, epochs: list[in
         if placement is not None:  # written under a map that this client does not know: lost
             mine = np.array([one == epoch for one in epochs])
             nodes[mine] = placement.table()[placement.pg_of(extent_keys[mine])]
-    for row, mask in enumerate(absent):
-        if mask:
-            nodes[row, [s for s in range(shards) if mask >> s & 1]] = -1
     return nodes

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.client.config import ClientConfig
-from kvstore.client.native import FOUND, HEALTHY, I32, PROMISE_PIN, PROMISE_TOUCH, U8, Flags, Records, names_of
+from kvstore.client.native import FOUND, I32, PROMISE_PIN, PROMISE_TOUCH, SILENT, U8, Flags, Records, names_of
 from kvstore.client.planner import Planner
 from kvstore.client.promises import Promises
 from kvstore.client.values import Accept
@@ -223,12 +223,11 @@ class Lookup:
         return short
 
     def _await_promises(self, call: _native.ClientPromise, deadline: float) -> None:
-        """Until all have k shards, nobody owes an answer, or only nodes that were late before do."""
+        """Until all have k shards, or nobody owes an answer but nodes that have been silent for long."""
         delay = self._core.promise_delay_seconds
-        if call.wait(min(deadline - time.monotonic(), delay)):
-            return
-        owing = call.owing(delay)
-        before = self._core.health()
-        self._core.mark_late(owing)
-        if any(before[owing] == HEALTHY):
-            call.wait(deadline - time.monotonic())
+        while not call.wait(min(deadline - time.monotonic(), delay)) and time.monotonic() < deadline:
+            owing = call.owing(delay)
+            self._core.mark_late(owing)
+            if len(owing) and all(self._core.health()[owing] >= SILENT):
+                return
+            delay = max(delay, 0.02)

@@ -40,7 +40,7 @@ PROMISE_TOUCH: Final = 2
 STORED, DEGRADED, FAILED, DROPPED = 1, 2, 3, 4
 
 # ClientCore.health()
-HEALTHY, LATE, DOWN = 0, 1, 2
+HEALTHY, LATE, SILENT, DOWN = 0, 1, 2, 3
 
 
 def names_of(keys: U8, write_ids: U64) -> U8:

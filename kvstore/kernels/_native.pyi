@@ -342,6 +342,7 @@ class ClientCore:
         names: _U8,
         spans: _U32,
         nodes: _I32,
+        doubtful: _U64,
         planes: _U32,
         block_keys: _U8,
         destination: _U8,
@@ -372,7 +373,7 @@ class ClientCore:
 
     def mark_late(self, nodes: _U32) -> None: ...
     def health(self) -> _U8:
-        """By node: 0 healthy, 1 owes an answer that is late, 2 held for down."""
+        """By node: 0 healthy, 1 owes an answer that is late, 2 has for half a second, 3 held for down."""
 
     @property
     def discover_delay_seconds(self) -> float: ...
