@@ -129,6 +129,7 @@ ERRORS: Final = {
     "E302": ErrorCode("a node cannot be spared now", ("others are down",), "bring the others back first"),
     "E210": ErrorCode("something took longer than it was given", ("a loaded cluster",), "wait longer"),
     "E301": ErrorCode("refused for safety", ("it would overwrite or erase something",), "add the flag that the message names"),
+    "E303": ErrorCode("a repair was not confirmed", ("no terminal to ask on",), "add --yes"),
     "E401": ErrorCode("no room on a node", ("its capacity is used up and nothing may go",), "more capacity; see EVICTION_STALLED"),
     "E402": ErrorCode("bytes came back that are not those stored", ("a fault of kvstore or of memory",), "keep everything and report it"),
     "E403": ErrorCode("a stored file is not all there", ("evicted: its class is over", "too many nodes are down"), "put it again"),
