@@ -15,6 +15,7 @@ import importlib.util
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvstore.version import revision, version
 
 COMMANDS: Final = ("up", "node", "status", "stats", "put", "get", "replay", "demo", "bench", "fsck", "explain")
 
+HELP_COLUMNS: Final = 100
 _DESCRIPTION: Final = "An open KV prompt cache: erasure-coded SSD block store for LLM inference hosts."
 _EXAMPLES: Final = """\
 start here:
@@ -52,6 +54,8 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         if kwargs.get("help") and "description" not in kwargs:
             kwargs["description"] = str(kwargs["help"])
+        if kwargs.get("description"):
+            kwargs["description"] = textwrap.fill(str(kwargs["description"]), HELP_COLUMNS)  # examples are left as they are
         super().__init__(*args, **kwargs)
         group = self.add_argument_group("global flags")
         unset: Any = argparse.SUPPRESS  # so that the command's own parser does not undo a flag given before its name

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -306,13 +307,25 @@ def _read_stdout(stream: IO[bytes], ready: Future[dict[str, Any]]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now. All are held until all are found, so none comes twice."""
+    """Ports nobody listens on now, below those that the kernel gives to outgoing connections: a daemon that is down for a moment must find
+    its port free when it comes back. All are held until all are found, so none comes twice."""
+    try:
+        first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        first_outgoing = 32768
+    candidates = list(range(min(10_000, first_outgoing // 2), first_outgoing))
+    random.SystemRandom().shuffle(candidates)
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
+        for port in candidates:
+            if len(found) == count:
+                return found
+            each = stack.enter_context(socket.socket())
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.bind((HOST, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+            with contextlib.suppress(OSError):
+                each.bind((HOST, port))
+                found.append(port)
+    raise ConfigError("E107", f"fewer than {count} ports are free", fix="end some of the programs that listen")
 
 
 def port_is_free(port: int, host: str = HOST) -> bool:
