@@ -30,6 +30,7 @@ _PRIME: Final = np.uint64(0x9FB21C651E98DF25)  # of XXH3's rrmxmx step
 _BITFLIP: Final = np.uint64(0x1CAD21F72C81017C ^ 0xDB979083E96DD4DE)  # the default secret's words for inputs of 4 to 8 bytes
 _SQRT_HALF: Final = 0.7071067811865476
 _LN2: Final = 0.6931471805599453
+_TABLE_GROUPS_QUICK: Final = 1 << 16
 _CHUNK_SCORES: Final = 1 << 19  # scores computed at once: 4 MB of float64, about the size of a cache
 
 
@@ -176,8 +177,12 @@ class Placement:
     def losses_survived(self, lost: Collection[int] = ()) -> Losses:
         """How many hosts and nodes more may fail, whichever they are, before some extent cannot be read; `lost` nodes (ordinals) are gone
         already."""
-        if len(self._disks) >= self.shards_count and not lost:
-            return Losses(self.m, self.m, 1, 1, self.m)
+        if len(self._disks) >= self.shards_count:
+            if not lost:
+                return Losses(self.m, self.m, 1, 1, self.m)
+            if len(lost) <= self.m and self.pg_count > _TABLE_GROUPS_QUICK:
+                # No more than m can be lost of any group: take the worst case rather than half a minute for the whole table.
+                return Losses(self.m - len(lost), self.m - len(lost), 1, 1, self.m, len(lost))
         table = self.table()
         gone = np.isin(table, np.fromiter(lost, np.int32, len(lost)))
         spare = self.m - gone.sum(axis=1)

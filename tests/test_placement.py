@@ -123,6 +123,9 @@ def test_losses_survived_counts_what_is_lost_already() -> None:
     assert thirty.losses_survived([3, 4]).nodes == 0, "some group has both"
     assert not thirty.losses_survived([3, 4, 5]).readable
     assert three.losses_survived([0]).nodes == 1 and three.losses_survived([0, 1]).readable
+    many = Placement(cluster(500, 1))
+    assert many.pg_count == 1 << 16 and many.losses_survived([1]).nodes == 1
+    assert Placement(cluster(500, 3)).losses_survived([1, 2]).nodes == 0, "the worst case, without the table"
     assert not three.losses_survived([0, 5, 9]).readable and "cannot be read" in str(three.losses_survived([0, 5, 9]))
 
 
