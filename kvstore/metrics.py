@@ -4,8 +4,8 @@ Rules: prefix `kvstore_`; base units; counters end in `_total`; labels from clos
 first second; classic buckets; no ratio and no rate (PromQL divides counters); never a key, prompt, user or address in a label.
 Hits are counted at lookup, in tokens, against the tokens asked for: both counters, and what was delivered apart from them.
 
-A process has one registry: `node_registry(...)`, or `client_registry(...)` of kvstore/client/metrics.py. Both read their numbers, when they are scraped, from functions
-that the native parts give; nothing on a hot path touches Prometheus.
+A process has one registry: `node_registry(...)`, or `client_registry(...)` of kvstore/client/metrics.py. Both read their numbers, when
+they are scraped, from functions that the native parts give; nothing on a hot path touches Prometheus.
 """
 
 from __future__ import annotations
