@@ -1,0 +1,55 @@
+"""The demo, end to end: what it promises is checked by the demo itself; here, that it says so, cleans up, and refuses what it must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli.main import main
+
+HEAD = Path(__file__).parent / "data" / "mooncake_head.jsonl"
+STEPS = ["nodes", "warm", "kill", "degraded", "restart", "recovering", "read back", "hits", "loads", "stores"]
+
+
+def check(data: dict[str, Any], requests: int) -> None:
+    steps, whole, phases, again = data["steps"], data["whole"], data["phases"], data["read_back"]
+    assert [step["name"] for step in steps] == STEPS and all(step["ok"] for step in steps)
+    assert whole["requests"] == requests == sum(phase["requests"] for phase in phases.values())
+    assert whole["wrong_bytes"] == again["wrong_bytes"] == 0 < again["checked_bytes"]
+    degraded = phases["degraded"]
+    assert degraded["store_outcomes"]["degraded"] > 0 and degraded["decodes"] > 0
+    assert data["disk_bytes"] < 4_000_000_000
+
+
+def test_a_short_demo_keeps_every_promise_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "demo"
+    assert main(["demo", "--trace", str(HEAD), "--data", str(place), "--json"]) == 0
+    check(json.loads(capsys.readouterr().out)["data"], 40)
+    assert not place.exists()
+
+
+@pytest.mark.long
+def test_the_demo_keeps_every_promise_and_its_table_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 0
+    said = capsys.readouterr().out
+    assert "every promise kept" in said and "FAIL" not in said
+    for row in ("requests", "hit tokens", "wrong bytes", "decodes", "degraded stores", "load p50 / p99 ms"):
+        assert f"\n{row} " in said
+
+
+def test_kept_data_is_named_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "few.jsonl").write_text("".join(HEAD.read_text().splitlines(keepends=True)[:5]))
+    place = tmp_path / "demo"
+    assert main(["demo", "--trace", str(tmp_path / "few.jsonl"), "--data", str(place), "--keep"]) == 0
+    assert f"data kept in {place}" in capsys.readouterr().out
+    assert len(list(place.glob("node-*/*"))) >= 12
+
+
+def test_a_directory_with_anything_in_it_is_refused_and_untouched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious").write_text("data")
+    assert main(["demo", "--data", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error[E143] ")
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
