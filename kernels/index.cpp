@@ -64,6 +64,23 @@ EntryKey entry_key(const Owner& owner, const uint8_t* extent_key, uint64_t write
   return out;
 }
 
+EntryKey entry_key_of(const RecordView& view) {
+  const RecordHead& h = view.head();
+  return entry_key(owner_of_entry(h.owner), h.extent_key, h.write_id, h.shard);
+}
+
+NameKey name_of_entry(const EntryKey& key) {
+  NameKey out;
+  std::memcpy(out.data(), key.data(), NAME_BYTES);
+  return out;
+}
+
+Owner owner_of_entry(const uint8_t* key) {
+  Owner out;
+  std::memcpy(out.data(), key, OWNER_BYTES);
+  return out;
+}
+
 RecencyKey recency_key(const uint8_t* entry_key, uint8_t retention_class, uint32_t bucket, uint32_t start_block) {
   RecencyKey out;
   uint8_t* p = out.data();
@@ -194,7 +211,7 @@ Index::Index(const std::string& dir, uint64_t map_bytes, bool fresh) : map_bytes
   if (int rc = mdb_env_open(env, dir.c_str(), MDB_NOSYNC | MDB_NOTLS | MDB_NORDAHEAD | MDB_NOMEMINIT, 0644)) fail("open", rc);
   MDB_txn* txn = nullptr;
   if (int rc = mdb_txn_begin(env, nullptr, 0, &txn)) fail("begin", rc);
-  for (auto [name, dbi] : {std::pair{"extents", &extents}, {"recency", &recency}, {"freed", &freed}, {"meta", &meta}})
+  for (auto [name, dbi] : {std::pair{"extents", &extents}, {"recency", &recency}, {"freed", &freed}})
     if (int rc = mdb_dbi_open(txn, name, fresh ? MDB_CREATE : 0, dbi)) {
       mdb_txn_abort(txn);
       fail("table", rc);
@@ -264,7 +281,7 @@ MDB_txn* Index::begin_write() {
 
 uint64_t Index::bytes_used(MDB_txn* txn) const {
   uint64_t bytes = 0;
-  for (MDB_dbi dbi : {extents, recency, freed, meta}) {
+  for (MDB_dbi dbi : {extents, recency, freed}) {
     MDB_stat s;
     if (mdb_stat(txn, dbi, &s) == 0) bytes += (s.ms_branch_pages + s.ms_leaf_pages + s.ms_overflow_pages) * s.ms_psize;
   }

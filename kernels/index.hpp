@@ -1,9 +1,8 @@
-// The index of one node: an LMDB environment of four tables. docs/FORMAT.md is the text to this.
+// The index of one node: an LMDB environment of three tables. docs/FORMAT.md is the text to this.
 //
 //   extents   owner 16 | extent key 32 | write id 8 | shard 1                          -> EntryFixed | tags | tail
 //   recency   class 1 | owner 16 | bucket BE4 | ~start BE4 | extent key 32 | write id 8 | shard 1 -> RecencyValue
 //   freed     segment BE4 | offset/4096 BE4                                            -> u32 blocks of 4 KiB, deleted but not yet punched
-//   meta      name                                                                     -> u64
 //
 // Recency rows sort in the order in which they go: within a class and an owner the oldest first, later parts of a prompt first.
 // Invariants: each extents row has exactly one recency row, written in the same transaction; a value's check covers its key.
@@ -65,6 +64,9 @@ struct Entry {
 GroupKey group_key(const Owner& owner, const uint8_t* extent_key);
 NameKey name_key(const Owner& owner, const uint8_t* extent_key, uint64_t write_id);
 EntryKey entry_key(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard);
+EntryKey entry_key_of(const RecordView& view);
+NameKey name_of_entry(const EntryKey& key);
+Owner owner_of_entry(const uint8_t* key);
 RecencyKey recency_key(const uint8_t* entry_key, uint8_t retention_class, uint32_t bucket, uint32_t start_block);
 EntryKey entry_key_of_recency(const uint8_t* row);
 uint32_t bucket_of_recency(const uint8_t* row);
@@ -112,7 +114,7 @@ class Index {
   uint64_t entries() const;
 
   MDB_env* env = nullptr;
-  MDB_dbi extents = 0, recency = 0, freed = 0, meta = 0;
+  MDB_dbi extents = 0, recency = 0, freed = 0;
 
  private:
   struct Slot { MDB_txn* txn; MDB_cursor* extents; };
@@ -121,11 +123,17 @@ class Index {
   uint64_t map_bytes_ = 0;
 };
 
+// The first `bytes` of a found key are those of `prefix`: the end of a walk over a group or a writing.
+inline bool has_prefix(const MDB_val& key, const uint8_t* prefix, size_t bytes) {
+  return key.mv_size >= bytes && std::memcmp(key.mv_data, prefix, bytes) == 0;
+}
 inline MDB_val val(const void* p, size_t n) { return {n, const_cast<void*>(p)}; }
 template <size_t N> MDB_val val(const std::array<uint8_t, N>& a) { return {N, const_cast<uint8_t*>(a.data())}; }
 inline MDB_val val(const std::vector<uint8_t>& v) { return {v.size(), const_cast<uint8_t*>(v.data())}; }
 
 inline uint32_t load_be32(const uint8_t* p) { return uint32_t(p[0]) << 24 | uint32_t(p[1]) << 16 | uint32_t(p[2]) << 8 | p[3]; }
-inline void store_be32(uint8_t* p, uint32_t v) { p[0] = uint8_t(v >> 24), p[1] = uint8_t(v >> 16), p[2] = uint8_t(v >> 8), p[3] = uint8_t(v); }
+inline void store_be32(uint8_t* p, uint32_t v) {
+  p[0] = uint8_t(v >> 24), p[1] = uint8_t(v >> 16), p[2] = uint8_t(v >> 8), p[3] = uint8_t(v);
+}
 
 }  // namespace kv

@@ -63,13 +63,15 @@ struct RecordView {
   const PlaneEntry* planes() const { return reinterpret_cast<const PlaneEntry*>(base + sizeof(RecordHead)); }
   const uint32_t* earlier() const { return reinterpret_cast<const uint32_t*>(base + sizeof(RecordHead) + 8ull * head().plane_count); }
   const uint64_t* tags() const {
-    return reinterpret_cast<const uint64_t*>(base + align_up(sizeof(RecordHead) + 8ull * head().plane_count + 4ull * head().earlier_count, 8));
+    const uint64_t tables = sizeof(RecordHead) + 8ull * head().plane_count + 4ull * head().earlier_count;
+    return reinterpret_cast<const uint64_t*>(base + align_up(tables, 8));
   }
   const uint64_t* sums(uint32_t plane) const {
     return reinterpret_cast<const uint64_t*>(base + head().head_bytes) + size_t(plane) * head().block_count;
   }
   const Digest* digests(uint32_t plane) const {
-    return reinterpret_cast<const Digest*>(base + head().head_bytes + 8ull * head().plane_count * head().block_count) + size_t(plane) * head().block_count;
+    const uint64_t sums_bytes = 8ull * head().plane_count * head().block_count;
+    return reinterpret_cast<const Digest*>(base + head().head_bytes + sums_bytes) + size_t(plane) * head().block_count;
   }
   uint64_t plane_offset(uint32_t plane) const {  // of its first piece, from the record's start
     uint64_t at = head().head_bytes + checks_bytes_of(head().plane_count, head().block_count);

@@ -66,7 +66,8 @@ bool read_footer(int fd, uint32_t segment, FooterView& out) {
   const uint64_t size = uint64_t(st.st_size);
   if (!SegmentFiles::read_all(fd, reinterpret_cast<uint8_t*>(&t), sizeof t, size - sizeof t)) return false;
   if (t.magic != FOOTER_MAGIC || t.version != FOOTER_VERSION || t.segment != segment) return false;
-  if (t.footer_bytes < sizeof t || t.footer_bytes > size || t.footer_offset != size - t.footer_bytes || t.footer_offset % RECORD_ALIGN) return false;
+  if (t.footer_bytes < sizeof t || t.footer_bytes > size) return false;
+  if (t.footer_offset != size - t.footer_bytes || t.footer_offset % RECORD_ALIGN) return false;
   std::vector<uint8_t> bytes(t.footer_bytes);
   if (!SegmentFiles::read_all(fd, bytes.data(), bytes.size(), t.footer_offset)) return false;
   if (footer_sum_of(bytes.data(), bytes.size()) != t.sum) return false;
@@ -81,9 +82,12 @@ bool read_footer(int fd, uint32_t segment, FooterView& out) {
     if (e.head_bytes % 8 || at + e.head_bytes > bytes.size()) return false;
     const std::vector<uint8_t> head(bytes.begin() + ptrdiff_t(at), bytes.begin() + ptrdiff_t(at + e.head_bytes));
     at += e.head_bytes;
-    if (check_head(head.data(), head.size()) != Status::OK) continue;   // another version's record: not ours to serve
-    const RecordHead& h = RecordView{head.data()}.head();
-    if (uint64_t(e.offset_4k) * RECORD_ALIGN + align_up(h.record_bytes, RECORD_ALIGN) <= t.footer_offset) out.entries.emplace_back(e.offset_4k, head);
+    if (const Status status = check_head(head.data(), head.size()); status != Status::OK) {
+      out.unknown += status == Status::BAD_VERSION;
+      continue;
+    }
+    const uint64_t end = uint64_t(e.offset_4k) * RECORD_ALIGN + align_up(RecordView{head.data()}.head().record_bytes, RECORD_ALIGN);
+    if (end <= t.footer_offset) out.entries.emplace_back(e.offset_4k, head);
   }
   return true;
 }
@@ -180,7 +184,8 @@ bool SegmentFiles::probe_holes() const {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   if (fd < 0) throw std::runtime_error("cannot write to " + dir_ + ": " + strerror(errno));
   const std::vector<uint8_t> page(4 * RECORD_ALIGN, 1);
-  const bool seen = write_all(fd, page.data(), page.size(), 0) && punch(fd, 0, 2 * RECORD_ALIGN) == 0 && lseek(fd, 0, SEEK_DATA) == 2 * RECORD_ALIGN;
+  const bool punched = write_all(fd, page.data(), page.size(), 0) && punch(fd, 0, 2 * RECORD_ALIGN) == 0;
+  const bool seen = punched && lseek(fd, 0, SEEK_DATA) == 2 * RECORD_ALIGN;
   ::close(fd);
   unlink(path.c_str());
   return seen;

@@ -39,6 +39,7 @@ std::vector<uint8_t> build_footer(uint32_t segment, uint64_t data_end, uint64_t 
 
 struct FooterView {
   uint64_t data_end = 0;
+  uint32_t unknown = 0;   // entries of another version, left out
   std::vector<std::pair<uint32_t, std::vector<uint8_t>>> entries;   // offset/4096, checked head
 };
 // False: no footer, or not a sound one.

@@ -19,10 +19,6 @@ constexpr double MAP_SHARE_MAX = 0.85;   // of the index's map: copy on write ne
 constexpr int64_t FREEING_BYTES_MAX = 256 << 20;
 constexpr size_t REPLY_BYTES_MAX = wire::SMALL_BODY_MAX - 4096;
 
-bool has_prefix(const MDB_val& key, const uint8_t* prefix, size_t bytes) {
-  return key.mv_size >= bytes && std::memcmp(key.mv_data, prefix, bytes) == 0;
-}
-
 // Ends a window in which a lookup may hand out a place; deletions wait until the windows of their time are over.
 class Window {
  public:
@@ -200,7 +196,9 @@ void StoreImpl::promise(const wire::PromiseRequest& request, const wire::Writing
   const uint32_t now = now_seconds(), until = now + std::min<uint32_t>(request.pin_seconds, PIN_SECONDS_MAX);
   std::vector<uint32_t> order(request.count);
   std::iota(order.begin(), order.end(), 0u);
-  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return std::memcmp(names[a].extent_key, names[b].extent_key, KEY_BYTES) < 0; });
+  // In key order, neighbours in the index are looked up one after another.
+  const auto before = [&](uint32_t a, uint32_t b) { return std::memcmp(names[a].extent_key, names[b].extent_key, KEY_BYTES) < 0; };
+  std::sort(order.begin(), order.end(), before);
   uint64_t held = 0, busy = 0;
   const bool looked = with_index([&](Index& index) {
     const uint64_t deletes = deletes_.load();
@@ -325,17 +323,15 @@ void StoreImpl::poke_pressure(uint64_t wanted_bytes) {
 
 Status StoreImpl::put(uint8_t* record, uint64_t bytes) {
   if (const Status status = check_record(record, bytes); status != Status::OK) {
-    counters_.puts_corrupt++;
+    (status == Status::BAD_VERSION ? counters_.unknown_versions : counters_.puts_corrupt)++;
     return status;
   }
   const RecordView view{record};
   const RecordHead& h = view.head();
   if (bytes != h.record_bytes) return Status::BAD_REQUEST;
-  Owner owner;
-  std::memcpy(owner.data(), h.owner, OWNER_BYTES);
   PutOp op;
-  op.key = entry_key(owner, h.extent_key, h.write_id, h.shard);
-  if (tombstones_.has(name_key(owner, h.extent_key, h.write_id), now_seconds())) return Status::TOMBSTONED;
+  op.key = entry_key_of(view);
+  if (tombstones_.has(name_of_entry(op.key), now_seconds())) return Status::TOMBSTONED;
   bool exists = false;
   if (!with_index([&](Index& index) {
         Index::Reader reader(index);
@@ -405,13 +401,11 @@ void StoreImpl::report_corrupt(const Owner& owner, const uint8_t* extent_key, ui
   posix_fadvise(ref.fd(), off_t(ref.offset), off_t(ref.record_bytes), POSIX_FADV_DONTNEED);
   std::vector<uint64_t> words(ref.record_bytes / 8 + 1);
   auto* bytes = reinterpret_cast<uint8_t*>(words.data());
-  if (SegmentFiles::read_all(ref.fd(), bytes, ref.record_bytes, ref.offset) && check_record(bytes, ref.record_bytes) == Status::OK) {
-    const RecordHead& h = RecordView{bytes}.head();
-    if (entry_key(owner, extent_key, write_id, shard) ==
-        [&] { Owner o; std::memcpy(o.data(), h.owner, OWNER_BYTES); return entry_key(o, h.extent_key, h.write_id, h.shard); }())
-      return;
-  }
-  with_index([&](Index&) { counters_.corrupt_found += remove_where(entry_key(owner, extent_key, write_id, shard), ENTRY_KEY_BYTES, GhostReason::CORRUPT); });
+  const EntryKey name = entry_key(owner, extent_key, write_id, shard);
+  if (SegmentFiles::read_all(ref.fd(), bytes, ref.record_bytes, ref.offset) && check_record(bytes, ref.record_bytes) == Status::OK &&
+      entry_key_of(RecordView{bytes}) == name)
+    return;
+  with_index([&](Index&) { counters_.corrupt_found += remove_where(name, ENTRY_KEY_BYTES, GhostReason::CORRUPT); });
 }
 
 }  // namespace kv

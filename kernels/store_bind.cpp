@@ -51,7 +51,8 @@ nb::bytes discover(Store& store, const nb::bytes& owner, Keys keys) {
   return to_bytes(out.data(), out.size());
 }
 
-nb::list promise(Store& store, const nb::bytes& owner, Keys keys, Ids write_ids, uint32_t bucket, uint32_t pin_seconds, bool touch, uint8_t retention_class) {
+nb::list promise(Store& store, const nb::bytes& owner, Keys keys, Ids write_ids, uint32_t bucket, uint32_t pin_seconds, bool touch,
+                 uint8_t retention_class) {
   const Owner tag = fixed<OWNER_BYTES>(owner, "owner");
   const std::vector<wire::WritingName> names = names_of(keys, write_ids);
   wire::PromiseRequest request{};
@@ -144,7 +145,8 @@ nb::list queues(Store& store) {
     rows = impl(store).queues();
   }
   nb::list out;
-  for (const auto& [id, totals] : rows) out.append(nb::make_tuple(id.retention_class, to_bytes(id.owner.data(), OWNER_BYTES), totals.rows, totals.bytes));
+  for (const auto& [id, totals] : rows)
+    out.append(nb::make_tuple(id.retention_class, to_bytes(id.owner.data(), OWNER_BYTES), totals.rows, totals.bytes));
   return out;
 }
 
@@ -158,7 +160,8 @@ nb::list peek(Store& store, uint8_t retention_class, const nb::bytes& owner, uin
     rows = impl(store).peek(queue, limit, past ? &from : nullptr);
   }
   nb::list out;
-  for (const PeekedRow& r : rows) out.append(nb::make_tuple(bucket_of_recency(r.row.data()), to_bytes(r.row.data(), RECENCY_KEY_BYTES), r.bytes));
+  for (const PeekedRow& r : rows)
+    out.append(nb::make_tuple(bucket_of_recency(r.row.data()), to_bytes(r.row.data(), RECENCY_KEY_BYTES), r.bytes));
   return out;
 }
 
@@ -220,19 +223,49 @@ std::array<uint32_t, CLASSES_MAX> retentions_of(const nb::sequence& seconds) {
   return out;
 }
 
-uint64_t bulk_index(Store& store, const nb::bytes& owner, Keys keys, Ids write_ids, uint32_t block_count, uint32_t block_bytes, uint32_t start_block,
-                    uint32_t bucket, uint8_t k, uint8_t m, uint8_t shard, uint8_t retention_class) {
+uint64_t bulk_index(Store& store, const nb::bytes& owner, Keys keys, Ids write_ids, uint32_t block_count, uint32_t block_bytes,
+                    uint32_t start_block, uint32_t bucket, uint8_t k, uint8_t m, uint8_t shard, uint8_t retention_class) {
   const Owner tag = fixed<OWNER_BYTES>(owner, "owner");
   if (keys.shape(0) != write_ids.shape(0)) throw nb::value_error("as many write ids as keys");
-  if (block_count < 1 || block_count > BLOCKS_PER_EXTENT_MAX || block_bytes < 1 || uint64_t(block_count) * block_bytes > EXTENT_BYTES_MAX || k < 1 || k > K_MAX ||
-      m > M_MAX || shard >= k + m || retention_class >= CLASSES_MAX)
-    throw nb::value_error("shape out of range");
+  if (block_count < 1 || block_count > BLOCKS_PER_EXTENT_MAX || block_bytes < 1 || uint64_t(block_count) * block_bytes > EXTENT_BYTES_MAX)
+    throw nb::value_error("blocks out of range");
+  if (k < 1 || k > K_MAX || m > M_MAX || shard >= k + m || retention_class >= CLASSES_MAX) throw nb::value_error("shape out of range");
+  const SyntheticShape shape{block_count, block_bytes, start_block, bucket, k, m, shard, retention_class};
   nb::gil_scoped_release free;
-  return impl(store).bulk_index(tag, keys.data(), write_ids.data(), keys.shape(0), {block_count, block_bytes, start_block, bucket, k, m, shard, retention_class});
+  return impl(store).bulk_index(tag, keys.data(), write_ids.data(), keys.shape(0), shape);
 }
 
-std::unique_ptr<Store> make_store(const std::string& dir, uint64_t capacity_bytes, uint64_t segment_bytes, uint64_t index_map_bytes, bool strict_sync,
-                                  uint32_t bucket_seconds, uint32_t pins_max, bool virtual_clock, uint64_t disk_reserve_bytes, nb::object retention_seconds) {
+nb::tuple usage(Store& store) {
+  const Usage u = impl(store).usage();
+  return nb::make_tuple(u.used_bytes, u.zombie_bytes, u.capacity_bytes, u.disk_free_bytes, u.index_share);
+}
+
+void report_corrupt(Store& store, const nb::bytes& owner, const nb::bytes& extent_key, uint64_t write_id, uint8_t shard) {
+  const Owner tag = fixed<OWNER_BYTES>(owner, "owner");
+  const Key key = fixed<KEY_BYTES>(extent_key, "extent_key");
+  nb::gil_scoped_release free;
+  store.report_corrupt(tag, key.data(), write_id, shard);
+}
+
+nb::bytes read_ref(PyReadRef& r) {
+  if (!r.open) throw nb::value_error("closed");
+  std::vector<uint8_t> out(r.ref.record_bytes);
+  {
+    nb::gil_scoped_release free;
+    if (!SegmentFiles::read_all(r.ref.fd(), out.data(), out.size(), r.ref.offset)) out.clear();
+  }
+  return to_bytes(out.data(), out.size());
+}
+
+nb::list shard_bytes_of_ref(PyReadRef& r) {
+  nb::list out;
+  for (uint32_t bytes : r.ref.shard_bytes) out.append(bytes);
+  return out;
+}
+
+std::unique_ptr<Store> make_store(const std::string& dir, uint64_t capacity_bytes, uint64_t segment_bytes, uint64_t index_map_bytes,
+                                  bool strict_sync, uint32_t bucket_seconds, uint32_t pins_max, bool virtual_clock,
+                                  uint64_t disk_reserve_bytes, nb::object retention_seconds) {
   StoreConfig config;
   config.dir = dir;
   config.capacity_bytes = capacity_bytes;
@@ -272,12 +305,12 @@ void translate(const std::exception_ptr& p, void*) {
   }
 }
 
-}  // namespace
-
-}  // namespace kv
-
-namespace kv {
-namespace {
+uint32_t check_bytes(const nb::bytes& record) {
+  std::vector<uint64_t> words(record.size() / 8 + 1);   // aligned
+  std::memcpy(words.data(), record.c_str(), record.size());
+  nb::gil_scoped_release free;
+  return uint32_t(check_record(reinterpret_cast<const uint8_t*>(words.data()), record.size()));
+}
 
 // (extents key, value, recency key, value) of a record at a place: what a put writes into the index.
 nb::tuple index_rows(const nb::bytes& record, uint32_t segment, uint64_t offset_bytes, uint32_t bucket) {
@@ -286,9 +319,7 @@ nb::tuple index_rows(const nb::bytes& record, uint32_t segment, uint64_t offset_
   const RecordView view{reinterpret_cast<const uint8_t*>(words.data())};
   if (check_head(view.base, record.size()) != Status::OK) throw nb::value_error("not a sound head");
   const RecordHead& h = view.head();
-  Owner owner;
-  std::memcpy(owner.data(), h.owner, OWNER_BYTES);
-  const EntryKey key = entry_key(owner, h.extent_key, h.write_id, h.shard);
+  const EntryKey key = entry_key_of(view);
   const std::vector<uint8_t> value = encode_entry(key, view, segment, offset_bytes, bucket);
   const RecencyKey row = recency_key(key.data(), h.retention_class, bucket, h.start_block);
   const RecencyValue row_value = recency_value(row, uint32_t(align_up(h.record_bytes, RECORD_ALIGN) / RECORD_ALIGN));
@@ -311,65 +342,52 @@ nb::bytes footer(uint32_t segment, uint64_t data_end_bytes, uint64_t created_uni
 
 void bind_store(nb::module_& m) {
   using namespace kv;
+  using nb::arg;
   using release = nb::call_guard<nb::gil_scoped_release>;
+  const StoreConfig defaults;
   nb::register_exception_translator(translate);
   nb::class_<PyReadRef>(m, "ReadRef", "A shard held open for reading; its bytes stay where they are until close().")
-      .def("read", [](PyReadRef& r) {
-        if (!r.open) throw nb::value_error("closed");
-        std::vector<uint8_t> out(r.ref.record_bytes);
-        {
-          nb::gil_scoped_release free;
-          if (!SegmentFiles::read_all(r.ref.fd(), out.data(), out.size(), r.ref.offset)) out.clear();
-        }
-        return to_bytes(out.data(), out.size());
-      })
-      .def("close", [](PyReadRef& r) { r.ref = ReadRef(); r.open = false; })
+      .def("read", &read_ref)
+      .def("close", [](PyReadRef& r) { r.ref = ReadRef(), r.open = false; })
       .def_prop_ro("segment", [](PyReadRef& r) { return r.open ? r.ref.segment_id() : 0; })
       .def_prop_ro("offset", [](PyReadRef& r) { return r.ref.offset; })
       .def_prop_ro("record_bytes", [](PyReadRef& r) { return r.ref.record_bytes; })
-      .def_prop_ro("shard_bytes", [](PyReadRef& r) { nb::list l; for (uint32_t b : r.ref.shard_bytes) l.append(b); return l; });
+      .def_prop_ro("shard_bytes", &shard_bytes_of_ref);
   nb::class_<Store>(m, "Store", "The storage of one node (kernels/store.hpp). Statuses are the numbers of kernels/common.hpp.")
-      .def(nb::new_(&make_store), nb::arg("dir"), nb::kw_only(), nb::arg("capacity_bytes") = 0, nb::arg("segment_bytes") = 256u << 20, nb::arg("index_map_bytes") = 0,
-           nb::arg("strict_sync") = false, nb::arg("bucket_seconds") = 60, nb::arg("pins_max") = 1u << 20, nb::arg("virtual_clock") = false,
-           nb::arg("disk_reserve_bytes") = 32u << 20, nb::arg("retention_seconds") = nb::none())
-      .def("discover", &discover, nb::arg("owner"), nb::arg("keys"), "DISCOVER reply body (kernels/wire.hpp)")
-      .def("promise", &promise, nb::arg("owner"), nb::arg("keys"), nb::arg("write_ids"), nb::kw_only(), nb::arg("bucket") = 0, nb::arg("pin_seconds") = 0,
-           nb::arg("touch") = false, nb::arg("retention_class") = 255, "[(status, shard mask)]")
-      .def("withdraw", &withdraw, nb::arg("owner"), nb::arg("keys"), nb::arg("write_ids"), "[status]")
-      .def("put", &put, nb::arg("record"), "status")
-      .def("read", &read_record, nb::arg("owner"), nb::arg("extent_key"), nb::arg("write_id"), nb::arg("shard"), "(status, record bytes)")
-      .def("open_read", &open_read, nb::arg("owner"), nb::arg("extent_key"), nb::arg("write_id"), nb::arg("shard"), nb::keep_alive<0, 1>(), "ReadRef, or a status")
-      .def("report_corrupt", [](Store& s, const nb::bytes& owner, const nb::bytes& extent_key, uint64_t write_id, uint8_t shard) {
-             const Owner tag = fixed<OWNER_BYTES>(owner, "owner");
-             const Key key = fixed<KEY_BYTES>(extent_key, "extent_key");
-             nb::gil_scoped_release free;
-             s.report_corrupt(tag, key.data(), write_id, shard);
-           }, nb::arg("owner"), nb::arg("extent_key"), nb::arg("write_id"), nb::arg("shard"))
+      .def(nb::new_(&make_store), arg("dir"), nb::kw_only(), arg("capacity_bytes") = defaults.capacity_bytes,
+           arg("segment_bytes") = defaults.segment_bytes, arg("index_map_bytes") = defaults.index_map_bytes,
+           arg("strict_sync") = defaults.strict_sync, arg("bucket_seconds") = defaults.bucket_seconds, arg("pins_max") = defaults.pins_max,
+           arg("virtual_clock") = defaults.virtual_clock, arg("disk_reserve_bytes") = defaults.disk_reserve_bytes,
+           arg("retention_seconds") = nb::none())
+      .def("discover", &discover, arg("owner"), arg("keys"), "DISCOVER reply body (kernels/wire.hpp)")
+      .def("promise", &promise, arg("owner"), arg("keys"), arg("write_ids"), nb::kw_only(), arg("bucket") = 0, arg("pin_seconds") = 0,
+           arg("touch") = false, arg("retention_class") = 255, "[(status, shard mask)]")
+      .def("withdraw", &withdraw, arg("owner"), arg("keys"), arg("write_ids"), "[status]")
+      .def("put", &put, arg("record"), "status")
+      .def("read", &read_record, arg("owner"), arg("extent_key"), arg("write_id"), arg("shard"), "(status, record bytes)")
+      .def("open_read", &open_read, arg("owner"), arg("extent_key"), arg("write_id"), arg("shard"), nb::keep_alive<0, 1>(),
+           "ReadRef, or a status")
+      .def("report_corrupt", &report_corrupt, arg("owner"), arg("extent_key"), arg("write_id"), arg("shard"))
       .def("bucket_now", &Store::bucket_now)
-      .def("close", &Store::close, nb::arg("clean") = true, release())
+      .def("close", &Store::close, arg("clean") = true, release())
       .def("queues", &queues, "[(class, owner, rows, bytes)]")
-      .def("peek", &peek, nb::arg("retention_class"), nb::arg("owner"), nb::arg("limit"), nb::arg("after") = nb::bytes("", 0), "[(bucket, row, bytes)], first to go first")
-      .def("evict", &evict, nb::arg("rows"), nb::arg("reason"), "[(ordinal in rows, class, bytes, age seconds)] of those that went")
-      .def("ghosts", &ghosts, nb::arg("owner"), nb::arg("keys"), "[reason]: 0 unknown, 1 expired, 2 evicted, 3 withdrawn, 4 corrupt")
-      .def("set_pressure_at", [](Store& s, uint64_t bytes) { impl(s).set_pressure_at(bytes); }, nb::arg("bytes"))
-      .def("wait_pressure", [](Store& s, double timeout_seconds) { return impl(s).wait_pressure(timeout_seconds); }, nb::arg("timeout_seconds"), release())
-      .def("usage", [](Store& s) { const Usage u = impl(s).usage(); return nb::make_tuple(u.used_bytes, u.zombie_bytes, u.capacity_bytes, u.disk_free_bytes, u.index_share); },
-           "(used, zombie, capacity, disk free: bytes; index share)")
+      .def("peek", &peek, arg("retention_class"), arg("owner"), arg("limit"), arg("after") = nb::bytes("", 0),
+           "[(bucket, row, bytes)], first to go first")
+      .def("evict", &evict, arg("rows"), arg("reason"), "[(ordinal in rows, class, bytes, age seconds)] of those that went")
+      .def("ghosts", &ghosts, arg("owner"), arg("keys"), "[reason]: 0 unknown, 1 expired, 2 evicted, 3 withdrawn, 4 corrupt")
+      .def("set_pressure_at", [](Store& s, uint64_t bytes) { impl(s).set_pressure_at(bytes); }, arg("bytes"))
+      .def("wait_pressure", [](Store& s, double timeout) { return impl(s).wait_pressure(timeout); }, arg("timeout_seconds"), release())
+      .def("usage", &usage, "(used, zombie, capacity, disk free: bytes; index share)")
       .def("poke", [](Store& s) { impl(s).poke(); }, release(), "wakes wait_pressure")
-      .def("set_retentions", [](Store& s, const nb::sequence& seconds) { impl(s).set_retentions(retentions_of(seconds)); }, nb::arg("seconds"))
-      .def("wait_started", [](Store& s, double timeout_seconds) { return impl(s).wait_started(timeout_seconds); }, nb::arg("timeout_seconds"), release())
+      .def("set_retentions", [](Store& s, const nb::sequence& seconds) { impl(s).set_retentions(retentions_of(seconds)); }, arg("seconds"))
+      .def("wait_started", [](Store& s, double timeout) { return impl(s).wait_started(timeout); }, arg("timeout_seconds"), release())
       .def("flush", [](Store& s) { impl(s).flush(); }, release())
-      .def("check_integrity", &check_integrity, nb::arg("deep") = false)
-      .def("bulk_index", &bulk_index, nb::arg("owner"), nb::arg("keys"), nb::arg("write_ids"), nb::kw_only(), nb::arg("block_count") = 27,
-           nb::arg("block_bytes") = 113920, nb::arg("start_block") = 0, nb::arg("bucket") = 0, nb::arg("k") = 10, nb::arg("m") = 2, nb::arg("shard") = 0,
-           nb::arg("retention_class") = 2)
+      .def("check_integrity", &check_integrity, arg("deep") = false)
+      .def("bulk_index", &bulk_index, arg("owner"), arg("keys"), arg("write_ids"), nb::kw_only(), arg("block_count") = 27,
+           arg("block_bytes") = 113920, arg("start_block") = 0, arg("bucket") = 0, arg("k") = 10, arg("m") = 2, arg("shard") = 0,
+           arg("retention_class") = 2)
       .def("stats", &stats);
-  m.def("index_rows", &index_rows, nb::arg("record"), nb::arg("segment"), nb::arg("offset_bytes"), nb::arg("bucket"));
-  m.def("segment_footer", &footer, nb::arg("segment"), nb::arg("data_end_bytes"), nb::arg("created_unix_ms"), nb::arg("entries"));
-  m.def("check_record", [](const nb::bytes& record) {
-    std::vector<uint64_t> words(record.size() / 8 + 1);
-    std::memcpy(words.data(), record.c_str(), record.size());
-    nb::gil_scoped_release free;
-    return uint32_t(check_record(reinterpret_cast<const uint8_t*>(words.data()), record.size()));
-  }, nb::arg("record"), "Status of a whole record: head, checks, every piece.");
+  m.def("index_rows", &index_rows, arg("record"), arg("segment"), arg("offset_bytes"), arg("bucket"));
+  m.def("segment_footer", &footer, arg("segment"), arg("data_end_bytes"), arg("created_unix_ms"), arg("entries"));
+  m.def("check_record", &check_bytes, arg("record"), "Status of a whole record: head, checks, every piece.");
 }

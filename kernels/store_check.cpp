@@ -48,8 +48,7 @@ std::vector<std::string> StoreImpl::check_integrity(bool deep) {
       const RecencyKey row = recency_key(name, f.retention_class, f.bucket, f.start_block);
       MDB_val row_key = val(row), row_value;
       if (mdb_get(reader.txn, index.recency, &row_key, &row_value) != 0) say(at + ": no recency row");
-      QueueId queue{f.retention_class, {}};
-      std::memcpy(queue.owner.data(), name, OWNER_BYTES);
+      const QueueId queue{f.retention_class, owner_of_entry(name)};
       totals[queue].rows++;
       totals[queue].bytes += int64_t(entry.padded_bytes());
       bytes += int64_t(entry.padded_bytes());
@@ -74,20 +73,16 @@ std::vector<std::string> StoreImpl::check_integrity(bool deep) {
         auto* record = reinterpret_cast<uint8_t*>(words.data());
         if (!SegmentFiles::read_all(segment->fd(), record, f.record_bytes, offset)) say(at + ": unreadable");
         else if (check_record(record, f.record_bytes) != Status::OK) say(at + ": a sum is wrong");
-        else {
-          const RecordHead& h = RecordView{record}.head();
-          Owner owner;
-          std::memcpy(owner.data(), h.owner, OWNER_BYTES);
-          const EntryKey own = entry_key(owner, h.extent_key, h.write_id, h.shard);
-          if (std::memcmp(own.data(), name, ENTRY_KEY_BYTES) != 0) say(at + ": another record lies in its place");
-        }
+        else if (std::memcmp(entry_key_of(RecordView{record}).data(), name, ENTRY_KEY_BYTES) != 0)
+          say(at + ": another record lies in its place");
       }
       segment->unhold();
     }
     if (rc != MDB_NOTFOUND) throw IndexFault("check", rc);
     MDB_stat recency{};
     mdb_stat(reader.txn, index.recency, &recency);
-    if (int64_t(recency.ms_entries) != entries) say("recency has " + std::to_string(recency.ms_entries) + " rows for " + std::to_string(entries) + " entries");
+    if (int64_t(recency.ms_entries) != entries)
+      say("recency has " + std::to_string(recency.ms_entries) + " rows for " + std::to_string(entries) + " entries");
     if (entries != entries_) say("counted " + std::to_string(entries_) + " entries, found " + std::to_string(entries));
     if (bytes != used_bytes_) say("counted " + std::to_string(used_bytes_) + " bytes, found " + std::to_string(bytes));
     for (const auto& [queue, t] : totals) {
@@ -115,17 +110,20 @@ std::vector<std::string> StoreImpl::check_integrity(bool deep) {
     for (const auto& segment : segments_.all()) {
       const auto it = live.find(segment->id);
       const auto [rows, row_bytes] = it == live.end() ? std::pair<int64_t, int64_t>{0, 0} : it->second;
-      if (rows != segment->live_records || row_bytes != segment->live_bytes) say("live count of segment " + std::to_string(segment->id) + " is wrong");
+      if (rows != segment->live_records || row_bytes != segment->live_bytes)
+        say("live count of segment " + std::to_string(segment->id) + " is wrong");
     }
   });
   if (index_bad_) say("the index is damaged");
   return problems;
 }
 
-uint64_t StoreImpl::bulk_index(const Owner& owner, const uint8_t* keys, const uint64_t* write_ids, uint64_t count, const SyntheticShape& shape) {
+uint64_t StoreImpl::bulk_index(const Owner& owner, const uint8_t* keys, const uint64_t* write_ids, uint64_t count,
+                               const SyntheticShape& shape) {
   std::vector<uint64_t> order(count);
   std::iota(order.begin(), order.end(), uint64_t(0));
-  std::sort(order.begin(), order.end(), [&](uint64_t a, uint64_t b) { return std::memcmp(keys + a * KEY_BYTES, keys + b * KEY_BYTES, KEY_BYTES) < 0; });
+  const auto before = [&](uint64_t a, uint64_t b) { return std::memcmp(keys + a * KEY_BYTES, keys + b * KEY_BYTES, KEY_BYTES) < 0; };
+  std::sort(order.begin(), order.end(), before);
   constexpr uint64_t BATCH = 2000;
   uint64_t stored = 0;
   for (uint64_t at = 0; at < count; at += BATCH) {
@@ -234,6 +232,7 @@ std::vector<std::pair<std::string, uint64_t>> StoreImpl::stats() {
   add("orphan_bytes_freed_total", c.orphan_bytes);
   add("recovered_total", c.recovered);
   add("recovery_dropped_total", c.recovery_dropped);
+  add("unknown_versions_total", c.unknown_versions);
   return out;
 }
 

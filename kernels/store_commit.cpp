@@ -12,10 +12,6 @@ namespace {
 
 constexpr size_t TOUCHES_PER_COMMIT = 512;   // ~10 us each, so about 5 ms under the mutex
 
-bool has_prefix(const MDB_val& key, const uint8_t* prefix, size_t bytes) {
-  return key.mv_size >= bytes && std::memcmp(key.mv_data, prefix, bytes) == 0;
-}
-
 // Aborts unless committed: an exception on the way leaves no transaction open.
 class WriteTxn {
  public:
@@ -109,9 +105,7 @@ void StoreImpl::commit_batch(std::vector<PutOp*>& batch) {
 }
 
 Status StoreImpl::insert_entry(MDB_txn* txn, MDB_cursor* cursor, const PutOp& op, bool& first_of_group) {
-  NameKey name;
-  std::memcpy(name.data(), op.key.data(), NAME_BYTES);
-  if (tombstones_.has(name, now_seconds())) return Status::TOMBSTONED;
+  if (tombstones_.has(name_of_entry(op.key), now_seconds())) return Status::TOMBSTONED;
   uint32_t writings = 0;
   bool same_writing = false;
   uint8_t last[8];
@@ -197,8 +191,7 @@ bool StoreImpl::commit_removals(MDB_txn* txn, const std::vector<Removed>& remove
 uint32_t StoreImpl::remove_where(const EntryKey& from, size_t prefix_bytes, GhostReason reason) {
   std::lock_guard commit(commit_mutex_);
   std::vector<Removed> removed;
-  NameKey name;
-  std::memcpy(name.data(), from.data(), NAME_BYTES);
+  const NameKey name = name_of_entry(from);
   pins_.begin_delete(name, now_seconds(), true);
   try {
     WriteTxn txn(*index_);
@@ -246,8 +239,7 @@ std::vector<Evicted> StoreImpl::evict(const std::vector<RecencyKey>& rows, Ghost
           Entry entry;
           if (!decode_entry(row, value, entry)) throw IndexFault("value", MDB_CORRUPTED);
           const RecencyKey now_row = recency_key(key.data(), entry.fixed.retention_class, entry.fixed.bucket, entry.fixed.start_block);
-          NameKey name;
-          std::memcpy(name.data(), key.data(), NAME_BYTES);
+          const NameKey name = name_of_entry(key);
           // Last use is read again here, in the deleting transaction: what was touched or promised since the peek stays.
           if (now_row != rows[i] || touches_.waiting(name) || !pins_.begin_delete(name, now, false)) {
             counters_.evict_skipped++;
@@ -355,8 +347,7 @@ void StoreImpl::account(const EntryKey& key, const EntryFixed& fixed, int sign) 
   used_bytes_ += bytes;
   if (!in_totals(key.data())) return;   // the start scan has not come by yet and will see it
   entries_ += sign;
-  QueueId queue{fixed.retention_class, {}};
-  std::memcpy(queue.owner.data(), key.data(), OWNER_BYTES);
+  const QueueId queue{fixed.retention_class, owner_of_entry(key.data())};
   QueueTotals& totals = totals_[queue];
   totals.rows += sign;
   totals.bytes += bytes;

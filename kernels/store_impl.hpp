@@ -1,7 +1,8 @@
 // The one implementation of the Store seam. One file per concern:
 //   store.cpp           the hot verbs
 //   store_commit.cpp    every change of the index, and what follows from it in RAM
-//   store_start.cpp     opening, the start scan, rebuilding a lost index, closing
+//   store_start.cpp     opening, the start scan, closing
+//   store_rebuild.cpp   after an unclean stop: freeing what nobody owns, making a lost index again
 //   store_maintain.cpp  touches, syncs, sealing, punching, growing the filter
 //   store_evict.cpp     what gc asks: queues, peek, evict, ghosts
 //   store_check.cpp     check_integrity(), bulk_index() for benchmarks
@@ -47,7 +48,7 @@ struct Counters {
   std::atomic<uint64_t> reads{0}, reads_absent{0}, withdrawn{0};
   std::atomic<uint64_t> corrupt_reported{0}, corrupt_found{0}, index_faults{0};
   std::atomic<uint64_t> evicted{0}, evict_skipped{0}, punches{0}, punched_bytes{0}, punch_errors{0}, segments_removed{0}, io_errors{0};
-  std::atomic<uint64_t> orphan_bytes{0}, recovered{0}, recovery_dropped{0};
+  std::atomic<uint64_t> orphan_bytes{0}, recovered{0}, recovery_dropped{0}, unknown_versions{0};
 };
 
 class StoreImpl final : public Store {
@@ -139,16 +140,18 @@ class StoreImpl final : public Store {
   StartMode decide_start(DirState& state, std::string& reason);
   void open_index(bool discard);
   void run_start();
-  bool rebuild_segments();   // false: stopped, or the index failed
-  bool rebuild_one(const std::shared_ptr<Segment>& segment);
-  using Heads = std::vector<std::pair<uint32_t, std::vector<uint8_t>>>;   // (offset/4096, head)
-  bool recover_entries(const std::shared_ptr<Segment>& segment, const Heads& heads, Ranges& owned);   // false: the index failed
-  void clean_segment(const std::shared_ptr<Segment>& segment, std::vector<std::pair<uint32_t, uint32_t>> owned, bool seal);
   bool scan_index(bool with_totals, Ranges* owned);   // false: stopped
   void load_freed();
   void close_cleanly();
   void fault(const std::exception& why);
   std::string marker() const { return config_.dir + "/index.rebuild"; }
+
+  // store_rebuild.cpp
+  using Heads = std::vector<std::pair<uint32_t, std::vector<uint8_t>>>;   // (offset/4096, head)
+  bool rebuild_segments();   // false: stopped, or the index failed
+  bool rebuild_one(const std::shared_ptr<Segment>& segment);
+  bool recover_entries(const std::shared_ptr<Segment>& segment, const Heads& heads, Ranges& owned);   // false: the index failed
+  void clean_segment(const std::shared_ptr<Segment>& segment, std::vector<std::pair<uint32_t, uint32_t>> owned, bool seal);
 
   // store_maintain.cpp
   void run_maintenance();

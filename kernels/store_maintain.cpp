@@ -103,7 +103,9 @@ void StoreImpl::punch_some(uint32_t ranges_max, bool at_once) {
       if (f.epoch + 2 <= epoch && (at_once || now - f.since_ms >= PUNCH_AFTER_MS)) ready.push_back(f);
   }
   if (ready.empty()) return;
-  std::sort(ready.begin(), ready.end(), [](const Freed& a, const Freed& b) { return std::pair(a.segment, a.offset_4k) < std::pair(b.segment, b.offset_4k); });
+  const auto place = [](const Freed& f) { return std::pair(f.segment, f.offset_4k); };
+  const auto before = [&](const Freed& a, const Freed& b) { return place(a) < place(b); };
+  std::sort(ready.begin(), ready.end(), before);
   std::vector<Freed> punched;
   uint32_t ranges = 0;
   for (size_t i = 0; i < ready.size() && ranges < ranges_max;) {
@@ -119,8 +121,9 @@ void StoreImpl::punch_some(uint32_t ranges_max, bool at_once) {
     }
     size_t next = i + 1;
     uint32_t end = ready[i].offset_4k + ready[i].blocks_4k;
-    while (next < ready.size() && ready[next].segment == ready[i].segment && ready[next].offset_4k == end &&
-           uint64_t(end + ready[next].blocks_4k - ready[i].offset_4k) * RECORD_ALIGN <= PUNCH_BYTES_MAX && !segment->is_read(ready[next].offset_4k))
+    while (next < ready.size() && place(ready[next]) == std::pair(ready[i].segment, end) &&
+           uint64_t(end + ready[next].blocks_4k - ready[i].offset_4k) * RECORD_ALIGN <= PUNCH_BYTES_MAX &&
+           !segment->is_read(ready[next].offset_4k))
       end += ready[next++].blocks_4k;
     const uint64_t bytes = uint64_t(end - ready[i].offset_4k) * RECORD_ALIGN;
     if (SegmentFiles::punch(segment->fd(), uint64_t(ready[i].offset_4k) * RECORD_ALIGN, bytes) == 0) {
@@ -157,10 +160,8 @@ void StoreImpl::punch_some(uint32_t ranges_max, bool at_once) {
   std::lock_guard lock(limbo_mutex_);
   int64_t bytes = 0;
   std::erase_if(limbo_, [&](const Freed& f) {
-    const auto at = std::lower_bound(punched.begin(), punched.end(), f, [](const Freed& a, const Freed& b) {
-      return std::pair(a.segment, a.offset_4k) < std::pair(b.segment, b.offset_4k);
-    });
-    const bool gone = at != punched.end() && at->segment == f.segment && at->offset_4k == f.offset_4k;
+    const auto at = std::lower_bound(punched.begin(), punched.end(), f, before);
+    const bool gone = at != punched.end() && place(*at) == place(f);
     if (gone) bytes += int64_t(f.blocks_4k) * RECORD_ALIGN;
     return gone;
   });

@@ -17,7 +17,7 @@ from kvstore.record import ALIGN
 ROW: Final = struct.Struct("<B57sIII")
 ENTRY: Final = 0
 FREED: Final = 1
-_TABLES: Final = (b"extents", b"recency", b"freed", b"meta")
+_TABLES: Final = (b"extents", b"recency", b"freed")
 
 
 def read_index(path: str) -> str:
@@ -25,7 +25,7 @@ def read_index(path: str) -> str:
     out = sys.stdout.buffer
     # No lock file: fsck holds the directory. The map is as large as the file.
     with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as txn:
-        extents, recency, freed, _ = (env.open_db(name, txn=txn, create=False) for name in _TABLES)
+        extents, recency, freed = (env.open_db(name, txn=txn, create=False) for name in _TABLES)
         count = 0
         for key, value in txn.cursor(extents):
             entry = decode(key, value)
