@@ -63,6 +63,7 @@ class Node:
         self.drain_finished: bool | None = None  # set once drained
         self._facts = NodeFacts()
         self._evictions = EvictionMetrics()
+        self._mark_read: tuple[int, ...] = ()
         self._registry: Any = None
         self._started_at = time.monotonic()
         self._draining = False
@@ -85,6 +86,7 @@ class Node:
     def _start(self) -> None:
         config, log = self.config, self.log
         self.capacity_bytes = capacity_of(config)
+        self._mark_read = self._map_mark()
         self.map = config.load_map() or self.map
         _raise_descriptor_limit()
         log.info(f"kvstore {version()}, node {config.node_id} of cluster {self.map.cluster_id}, epoch {self.map.epoch}, pid {os.getpid()}")
@@ -191,7 +193,8 @@ class Node:
         while not self._draining:
             self._wake.wait(min(MAP_POLL_SECONDS, self.config.log_interval_seconds))
             now = time.monotonic()
-            if self._reload.is_set() or (now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch):
+            behind = now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch
+            if self._reload.is_set() or (behind and self._map_mark() != self._mark_read):
                 looked = now
                 self._reload.clear()
                 self._reload_quietly()
@@ -213,6 +216,7 @@ class Node:
     def reload_map(self) -> int:
         """Reads the map again and gives the newest epoch. Raises ConfigError where it is bad; then the old one stays."""
         with self._lock:
+            self._mark_read = self._map_mark()
             found = self.config.load_map()
             if found is not None and found.epoch >= self.map.epoch:
                 if found.epoch > self.map.epoch:
@@ -222,6 +226,14 @@ class Node:
                 if self.server:
                     self.server.set_epoch(found.epoch)
             return self.map.epoch
+
+    def _map_mark(self) -> tuple[int, ...]:
+        """Changes when the map file does: a client may name any epoch, and need not make us parse the same file each second."""
+        try:
+            stat = self.config.cluster_map_path.stat() if self.config.cluster_map_path else None
+        except OSError:
+            return ()
+        return (stat.st_mtime_ns, stat.st_size, stat.st_ino) if stat else ()
 
     def _reload_quietly(self) -> None:
         try:
