@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <system_error>
@@ -28,13 +29,8 @@ void SpanCache::offer(std::shared_ptr<const Span> span) {
   const uint64_t bytes = span->buffer.bytes();
   if (bytes > bytes_max_ / 4) return;
   const Place place{span->segment, span->from};
-  const uint64_t mark = XXH3_64bits(&place, sizeof place) | 1;
+  if (!seen_.again(place.first, place.second)) return;
   std::lock_guard lock(mutex_);
-  uint64_t& seen = seen_[mark % seen_.size()];
-  if (seen != mark) {
-    seen = mark;
-    return;
-  }
   if (auto old = places_.find(place); old != places_.end()) {
     if ((*old->second)->to >= span->to) return;
     drop(old->second);
@@ -60,7 +56,10 @@ void SpanCache::drop(std::list<std::shared_ptr<const Span>>::iterator it) {
 // --- disk ---
 
 DirectService::DirectService(ServerShared& s)
-    : shared(s), arena(s.config.read_arena_bytes + s.config.read_cache_bytes), cache(s.config.read_cache_bytes) {
+    : shared(s),
+      beside_page_cache(s.config.io == "auto"),
+      arena(s.config.read_arena_bytes + (beside_page_cache ? 0 : s.config.read_cache_bytes)),
+      cache(beside_page_cache ? 0 : s.config.read_cache_bytes) {
   const int error = io_uring_queue_init(s.config.read_depth + 1, &ring_, 0);
   if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_setup");
   wake_ = eventfd(0, EFD_CLOEXEC);
@@ -192,6 +191,7 @@ struct Run {
 struct DirectJob final : JobExtra {
   std::deque<Run> runs;                      // planned and not yet sent, in item order
   std::vector<bool> meta_planned;            // by extent
+  std::vector<bool> from_disk;               // by extent: something of it was
   uint32_t next_item = 0;                    // to plan
   uint64_t ahead_bytes = 0;                  // of `runs`
 };
@@ -204,6 +204,8 @@ class Direct final : public ReadEngine {
     if (!job->extra) {
       auto extra = std::make_unique<DirectJob>();
       extra->meta_planned.resize(job->extents.size());
+      extra->from_disk.resize(job->extents.size());
+      job->keep_open = service_.beside_page_cache;
       job->extra = std::move(extra);
     }
     plan_ahead(job);
@@ -246,9 +248,20 @@ class Direct final : public ReadEngine {
     const Run run = std::move(extra.runs.front());
     extra.runs.pop_front();
     extra.ahead_bytes -= run.to - run.from;
-    if (run.read && run.read->state.load(std::memory_order_acquire) == DiskRead::DONE && run.read->status == Status::OK)
-      service_.cache.offer(run.read->span);
+    if (run.read && run.read->state.load(std::memory_order_acquire) == DiskRead::DONE && run.read->status == Status::OK) {
+      if (service_.beside_page_cache) extra.from_disk[job->items[item].extent] = true;
+      else service_.cache.offer(run.read->span);
+    }
     plan_ahead(job);
+  }
+
+  void finished(ReadJob& job) override {
+    if (!service_.beside_page_cache || !job.extra) return;
+    const auto& from_disk = static_cast<DirectJob&>(*job.extra).from_disk;
+    for (uint32_t i = 0; i < job.extents.size(); i++) {
+      const ExtentRead& e = job.extents[i];
+      if (from_disk[i] && service_.seen.again(e.ref.segment_id(), e.ref.offset)) will_need(e.ref.fd(), e.ref.offset, e.ref.record_bytes);
+    }
   }
 
  private:
@@ -301,6 +314,11 @@ class Direct final : public ReadEngine {
   // From the cache, from the disk, or (true as well, fell_back) through the page cache. False: no memory for it now.
   bool start(const std::shared_ptr<ReadJob>& job, Run& run) {
     ExtentRead& e = job->extents[job->items[run.first].extent];
+    if (service_.beside_page_cache && resident(e.ref.fd(), run.to - 1).value_or(true)) {
+      run.fell_back = true;
+      add(service_.shared.stats.reads_fell_back);
+      return true;
+    }
     const uint64_t segment = e.ref.segment_id();
     if ((run.span = service_.cache.find(segment, run.from, run.to))) {
       add(service_.shared.stats.reads_cached);
@@ -338,6 +356,15 @@ class Direct final : public ReadEngine {
 std::unique_ptr<ReadEngine> DirectService::engine(Wake wake) { return std::make_unique<Direct>(*this, std::move(wake)); }
 
 std::unique_ptr<ReadService> direct_reads(ServerShared& shared, std::string& why) {
+  if (shared.config.io == "auto") {
+    const int any = memfd_create("probe", MFD_CLOEXEC);
+    const bool told = any >= 0 && resident(any, 0).has_value();
+    if (any >= 0) ::close(any);
+    if (!told) {
+      why = "this kernel does not tell what is cached (cachestat, Linux 6.5)";
+      return nullptr;
+    }
+  }
   try {
     return std::make_unique<DirectService>(shared);
   } catch (const std::system_error& e) {

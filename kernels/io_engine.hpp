@@ -5,6 +5,7 @@
 //   fetch(job, i)              READY: the item's status is known and, if OK, `source` tells where its piece is now
 //                              WAIT: the loop will get READ_DONE for the connection; ask again then
 //   sent(job, i)               the piece is in the socket; its memory may go
+//   finished(job)              all items are sent
 // A job that is dropped early (its connection died) simply goes: what is still in flight keeps what it needs.
 #pragma once
 #include <functional>
@@ -52,6 +53,7 @@ struct ReadJob {
   std::atomic<bool> dropped{false};   // its connection is gone: read no more for it
   std::unique_ptr<JobExtra> extra;
 
+  bool keep_open = false;          // let go of shards only when all is answered
   void close_extent(ExtentRead& e);   // its last item is sent
 };
 
@@ -63,6 +65,7 @@ class ReadEngine {
   virtual void opened(const std::shared_ptr<ReadJob>& job, uint32_t first, uint32_t last) = 0;
   virtual Fetch fetch(const std::shared_ptr<ReadJob>& job, uint32_t item, Status& status, Source& source) = 0;
   virtual void sent(const std::shared_ptr<ReadJob>& job, uint32_t item) = 0;
+  virtual void finished(ReadJob&) {}
 };
 
 class ReadService {
@@ -85,6 +88,10 @@ inline uint64_t meta_bytes_of(const ReadRef& ref) { return ref.head_bytes + chec
 // Takes head and checks as read from disk: are they whole, and of the very shard that was asked for? Then e.meta is set and accounted;
 // else e.status says why not, and what is rotten is reported to the store.
 void accept_meta(ReadJob& job, ExtentRead& e, std::vector<uint8_t> meta);
+// Is this byte of a file in the page cache? Its neighbours then are, nearly always. Nothing where the kernel does not tell.
+std::optional<bool> resident(int fd, uint64_t offset);
+// Readahead of a piece, unless its last page is in memory.
+void will_need(int fd, uint64_t offset, uint64_t bytes);
 // Reads head and checks through the page cache and accepts them.
 void load_meta(ReadJob& job, ExtentRead& e);
 // The piece an item names, from the record's start; of an opened shard. BAD_REQUEST if it has no such plane or blocks.

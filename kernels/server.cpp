@@ -53,7 +53,7 @@ int listen_on(const std::string& host, uint16_t& port) {
 Server::Server(Store& store, const ServerConfig& config) : shared_(store, config), io_(config.io) {
   while (!shared_.boot_id)
     if (getrandom(&shared_.boot_id, sizeof shared_.boot_id, 0) < 0) fail(errno, "getrandom");
-  if (config.io == "direct") reads_ = direct_reads(shared_, io_note_);
+  if (config.io != "buffered") reads_ = direct_reads(shared_, io_note_);
   if (!reads_) {
     reads_ = buffered_reads();
     io_ = "buffered";
@@ -161,7 +161,7 @@ void bind_server(nb::module_& m) {
              uint32_t read_depth, double idle_timeout_seconds, double progress_timeout_seconds) {
             ServerConfig c;
             if (cluster16.size() != c.cluster.size()) throw nb::value_error("cluster16: 16 bytes needed");
-            if (io != "buffered" && io != "direct") throw nb::value_error("io: buffered or direct");
+            if (io != "auto" && io != "buffered" && io != "direct") throw nb::value_error("io: auto, buffered or direct");
             if (!bulk_threads || !write_threads || !connections_max || !read_depth || bulk_threads > 64 || write_threads > 64 || read_depth > 256)
               throw nb::value_error("threads, connections and depth: 1 or more (threads at most 64, depth 256)");
             if (!(progress_timeout_seconds > 0 && progress_timeout_seconds < 1e6 && idle_timeout_seconds > 0 && idle_timeout_seconds < 1e6))

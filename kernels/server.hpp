@@ -24,7 +24,7 @@ struct ServerConfig {
   std::array<uint8_t, 16> cluster{};              // wire::Hello::cluster
   uint64_t epoch = 0;
   uint32_t bucket_seconds = 60;
-  std::string io = "buffered";                    // or "direct"
+  std::string io = "buffered";                    // or "direct", "auto"
   uint32_t bulk_threads = 2, write_threads = 2;
   uint32_t connections_max = 4096;
   uint64_t write_arena_bytes = 96ull << 20;       // records being received or put, all connections; past it BUSY

@@ -126,6 +126,7 @@ BulkLoop::Step BulkLoop::send_items(Conn& conn, BulkRequest& request, int64_t& b
   }
   if (job.next == job.items.size()) {
     request.status = Status::OK;
+    engine_->finished(job);
     answered(conn);
     return Step::MOVED;
   }

@@ -121,6 +121,7 @@ class InProcess(Client):
 
     def __init__(self, directory: Path, **limits: Any) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
         self.store = _native.Store(str(directory), capacity_bytes=1 << 30)
         try:
             self.server = _native.Server(self.store, "127.0.0.1", 0, cluster16=TAG, epoch=limits.pop("epoch", 1), **limits)
@@ -128,6 +129,16 @@ class InProcess(Client):
             self.store.close(False)
             raise
         super().__init__(("127.0.0.1", self.server.port))
+
+    def drop_pages(self) -> None:
+        """Nothing of the stored bytes is in the page cache when this returns."""
+        self.store.flush()
+        for path in self.directory.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
 
     @property
     def stats(self) -> dict[str, Any]:

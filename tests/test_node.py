@@ -61,7 +61,7 @@ def test_it_says_one_fact_a_line_and_then_that_it_is_ready(tmp_path: Path) -> No
         facts = [json.loads(line) for line in server.stderr]
         assert all(set(f) == {"time", "level", "node", "msg"} and f["level"] == "info" and f["node"] == "node-00" for f in facts)
         said = " ".join(f["msg"] for f in facts)
-        for word in ("pid", str(tmp_path), "index fresh", "io buffered", ready["address"], ready["admin"], ready["http"]):
+        for word in ("pid", str(tmp_path), "index fresh", "io auto", ready["address"], ready["admin"], ready["http"]):
             assert word in said
 
 

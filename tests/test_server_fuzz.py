@@ -136,7 +136,7 @@ def fuzz(server: Daemon, seed: int, frames_count: int) -> None:
 @pytest.mark.parametrize(
     "frames_count", [100_000, pytest.param(1_000_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])], ids=["quick", "long"]
 )
-@pytest.mark.parametrize("io", ["buffered", "direct"])
+@pytest.mark.parametrize("io", ["buffered", "auto"])
 def test_no_frame_harms_the_daemon(tmp_path: Path, io: str, frames_count: int) -> None:
     frames_count = frames_count if io == "buffered" or frames_count > 100_000 else frames_count // 5
     with daemon(tmp_path, "--io", io) as server:

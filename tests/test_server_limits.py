@@ -59,7 +59,7 @@ def test_a_record_larger_than_the_write_memory_is_too_large_not_busy(tmp_path: P
         assert bulk.ask(Verb.WRITE, record.build(make_record(1))).status == Status.OK
 
 
-@pytest.mark.parametrize("io", ["buffered", "direct"])
+@pytest.mark.parametrize("io", ["buffered", "direct", "auto"])
 def test_a_reader_that_does_not_read_holds_up_nobody(tmp_path: Path, io: str) -> None:
     """Eight connections ask for 60 MB each and read nothing, on two bulk threads; others are served as if alone."""
     r = make_record(1, blocks=64)
@@ -80,7 +80,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody(tmp_path: Path, io: str) ->
         assert server.stats["inflight"] == 8
 
 
-@pytest.mark.parametrize("io", ["buffered", "direct"])
+@pytest.mark.parametrize("io", ["buffered", "direct", "auto"])
 def test_a_reader_that_stands_still_is_cut_and_all_it_held_is_given_back(tmp_path: Path, io: str) -> None:
     r = make_record(1, blocks=64)
     with serving(tmp_path, io=io, progress_timeout_seconds=0.3) as server:
@@ -132,7 +132,7 @@ def test_an_idle_connection_is_closed_and_a_used_one_is_not(tmp_path: Path) -> N
         assert server.stats["connections_idle_closed"] == 1 and server.stats["connections_cut"] == 0
 
 
-@pytest.mark.parametrize("io", ["buffered", "direct"])
+@pytest.mark.parametrize("io", ["buffered", "direct", "auto"])
 def test_two_hundred_connections_come_and_go_without_a_trace(tmp_path: Path, io: str) -> None:
     """Each in another state: silent, greeted, in mid-frame, in mid-record, in mid-answer; half are reset instead of closed."""
     r = make_record(1, blocks=64)

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_tools import TAG, InProcess, assert_item, extent_of, make_record, serving
+from server_tools import TAG, InProcess, assert_item, extent_of, make_record, serving, until
 
 from kvstore import record, wire
 from kvstore.wire import Status, Verb
 
 
-@pytest.fixture(params=["buffered", "direct"])
+@pytest.fixture(params=["buffered", "direct", "auto"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InProcess]:
     with serving(tmp_path, io=request.param) as running:
         assert running.server.io == request.param, running.server.io_note
@@ -134,6 +134,42 @@ def test_what_cannot_be_read_is_said_item_by_item_and_the_rest_is_served(server:
         assert (frame.body != b"") == (frame.status == Status.OK)
     bad, gone = Status.BAD_REQUEST, Status.NOT_FOUND
     assert statuses == [Status.OK, gone, bad, bad, gone, bad, bad, Status.OK]
+
+
+def test_bytes_read_from_disk_are_the_same_bytes(server: InProcess) -> None:
+    """Pages are dropped, so that every engine goes to the disk; then again, and from whatever it has cached by then."""
+    records = [make_record(300 + i, blocks=64) for i in range(4)]
+    assert set(server.write(*records)) == {Status.OK}
+    bulk = server.bulk()
+    items = [(e, p) for p in range(4) for e in range(4)]
+    for _ in range(4):
+        server.drop_pages()
+        bulk.send(wire.encode(Verb.READ, wire.encode_read([extent_of(r) for r in records], items)))
+        for extent, plane in items:
+            assert_item(bulk.receive().body, records[extent], plane)
+    stats = server.stats
+    assert (stats["reads_direct"] > 0) == (server.server.io != "buffered")
+    assert stats["reads_cached"] > 0 or server.server.io != "direct"
+
+
+def test_what_is_in_the_page_cache_is_not_read_from_disk_by_auto(tmp_path: Path) -> None:
+    r = make_record(310, blocks=64)
+    with serving(tmp_path, io="auto") as server:
+        assert server.write(r) == [Status.OK]
+        bulk = server.bulk()
+
+        def read() -> int:
+            before = server.stats["reads_direct"]
+            bulk.send(wire.encode(Verb.READ, wire.encode_read([extent_of(r)], [(0, p) for p in range(4)])))
+            for plane in range(4):
+                assert_item(bulk.receive().body, r, plane)
+            return int(server.stats["reads_direct"]) - before
+
+        assert read() == 0  # as written
+        server.drop_pages()
+        assert read() > 0
+        assert read() > 0  # read twice: now it is fetched into the page cache
+        until(lambda: read() == 0, "it is served from there")
 
 
 def test_an_empty_read_is_answered_by_nothing_and_does_not_hold_up_the_next(server: InProcess) -> None:

@@ -105,7 +105,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
         "--io",
         metavar="ENGINE",
         choices=IO_ENGINES,
-        help="auto, buffered or direct (default auto: direct where --capacity exceeds the RAM)",
+        help="auto (the page cache where it has the bytes, else direct), buffered or direct",
     )
     add("--strict-sync", action="store_true", help="make every commit durable before it is acknowledged")
     add("--virtual-clock", action="store_true", help="take the time from clients' buckets, for trace replay")
@@ -190,11 +190,16 @@ def capacity_of(config: NodeConfig) -> int:
     return max(used + free - reserve, FREE_BYTES_MIN)
 
 
-def choose_io(config: NodeConfig, capacity_bytes: int) -> tuple[str, str]:
-    """The engine and why. Buffered is faster while the page cache can hold what is read again; beyond RAM it only gets in the way."""
-    if config.io != "auto":
-        return config.io, "--io"
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if capacity_bytes > ram:
-        return "direct", f"capacity exceeds the {ram >> 30} GiB of RAM"
-    return "buffered", f"capacity fits the {ram >> 30} GiB of RAM"
+def choose_io(config: NodeConfig) -> tuple[str, str]:
+    """The engine to ask for, and why where it is not the one that was named: direct reads need a filesystem that has them."""
+    if config.io == "buffered" or direct_io_works(config.data_dir):
+        return config.io, ""
+    return "buffered", f"the filesystem of {config.data_dir} has no O_DIRECT"
+
+
+def direct_io_works(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    return True

@@ -95,7 +95,7 @@ class Node:
             self.http = HttpServer(config.host, config.http_port, self.checks, self.metrics_text)
         self._open_store()
         assert self.store is not None
-        io, why = choose_io(config, self.capacity_bytes)
+        io, io_note = choose_io(config)
         with port_fault(config.host, config.port, "--port"):
             self.server = _native.Server(
                 self.store,
@@ -116,10 +116,10 @@ class Node:
                 idle_timeout_seconds=config.idle_timeout_seconds,
                 progress_timeout_seconds=config.progress_timeout_seconds,
             )
-        if self.server.io == io:
-            log.info(f"io {io}, {why}")
+        if io_note := io_note or self.server.io_note:
+            log.warn(f"io {self.server.io}, not {config.io}: {io_note}")
         else:
-            log.warn(f"io {self.server.io}, {self.server.io_note}")
+            log.info(f"io {self.server.io}")
         from kvstore.server.control import ControlServer  # gRPC takes 0.1 s to import: the data port is open by now
 
         with port_fault(config.host, config.admin_port, "--admin-port"):
@@ -281,6 +281,7 @@ class Node:
             self.evictor.stop()
         if self.store:
             self.store.close(clean)
+        self.server = self.store = self.evictor = self.control = self.http = self._registry = None
 
     # --- faces ---
 
