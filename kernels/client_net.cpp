@@ -78,32 +78,30 @@ Loop::Loop() {
   thread_ = std::thread([this] { run(); });
 }
 
-Loop::~Loop() {
-  stop();
+Loop::~Loop() { stop(); }
+
+void Loop::wake_locked() {
+  const uint64_t one = 1;
+  if (write(wake_, &one, sizeof one) < 0) {}   // full: it is awake
+}
+
+void Loop::stop() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    wake_locked();
+  }
+  thread_.join();
   ::close(epoll_);
   ::close(wake_);
 }
 
-void Loop::stop() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  const uint64_t one = 1;
-  if (write(wake_, &one, sizeof one) < 0) {}   // full: it is awake
-  if (thread_.joinable()) thread_.join();
-}
-
 void Loop::post(std::function<void()> task) {
-  bool wake;
-  {
-    std::lock_guard lock(mutex_);
-    if (stopping_) return;
-    wake = posted_.empty();
-    posted_.push_back(std::move(task));
-  }
-  const uint64_t one = 1;
-  if (wake && write(wake_, &one, sizeof one) < 0) {}
+  std::lock_guard lock(mutex_);
+  if (stopping_) return;
+  if (posted_.empty()) wake_locked();
+  posted_.push_back(std::move(task));
 }
 
 void Loop::add(std::shared_ptr<Conn> conn) {

@@ -96,6 +96,7 @@ class Loop {
     bool operator<(const Timer& o) const { return when != o.when ? when > o.when : order > o.order; }
   };
   void run();
+  void wake_locked();
   void run_posted();
   int64_t run_timers();   // when the next is due
   bool sweep(int64_t now);

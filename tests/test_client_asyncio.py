@@ -1,0 +1,96 @@
+"""The asyncio face: the same bytes, many verbs at once, and cancelled tasks that leave memory alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from client_tools import NO_REUSE, SMALL, bytes_of, chain, store
+from faultpeer import Item, PeerCluster
+
+from kvstore.client import AsyncClient, Client, StoreOutcome
+
+
+@pytest.fixture
+def cluster() -> Iterator[PeerCluster]:
+    with PeerCluster() as running:
+        yield running
+
+
+def test_stores_lookups_and_loads_run_side_by_side(cluster: PeerCluster) -> None:
+    async def one(client: AsyncClient, number: int) -> None:
+        keys = chain(20 + number, SMALL)
+        data = bytes_of(keys, SMALL)
+        assert (await client.store(keys, data, first_block=0)).outcome is StoreOutcome.STORED
+        ticket = await client.lookup(keys)
+        place = np.zeros_like(data)
+        assert (await client.load(ticket, place)).blocks == len(keys) and np.array_equal(place, data)
+        place[:] = 0
+        planes = [ready.plane async for ready in client.planes(ticket, place)]
+        assert planes == [0] and np.array_equal(place, data)
+
+    async def all_of_them() -> None:
+        async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
+            await asyncio.gather(*(one(client, number) for number in range(12)))
+            assert await client.flush()
+            assert client.stats()["loads"] == 24
+
+    asyncio.run(all_of_them())
+
+
+def test_the_loop_goes_on_while_verbs_wait(cluster: PeerCluster) -> None:
+    gate = cluster.gate()
+
+    async def hold(_: Item) -> None:
+        await gate.wait()
+
+    async def use() -> None:
+        async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
+            keys = chain(10, SMALL)
+            data = store(client.client, keys)
+            ticket = await client.lookup(keys)
+            for peer in cluster.peers:
+                peer.item_rule = hold
+            place = np.zeros_like(data)
+            waiting = asyncio.create_task(client.load(ticket, place, deadline_seconds=10))
+            while not gate.reached.is_set():
+                await asyncio.sleep(0)
+            for _ in range(100):  # the loop turns while the load waits
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            gate.open()
+            assert (await waiting).blocks == 10 and np.array_equal(place, data)
+
+    asyncio.run(use())
+
+
+def test_a_cancelled_task_returns_only_when_its_memory_is_free(cluster: PeerCluster) -> None:
+    gate = cluster.gate()
+
+    async def hold(_: Item) -> None:
+        await gate.wait()
+
+    async def use() -> None:
+        async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
+            keys = chain(10, SMALL)
+            data = store(client.client, keys)
+            ticket = await client.lookup(keys)
+            for peer in cluster.peers:
+                peer.item_rule = hold
+            place = np.zeros_like(data)
+            waiting = asyncio.create_task(client.load(ticket, place, deadline_seconds=30))
+            await asyncio.get_running_loop().run_in_executor(None, gate.reached.wait, 10)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            place[:] = 0x5A
+            gate.open()
+            for peer in cluster.peers:
+                peer.item_rule = None
+            again = np.zeros_like(data)
+            assert (await client.load(await client.lookup(keys), again)).blocks == 10
+            assert np.array_equal(again, data) and (place == 0x5A).all()
+
+    asyncio.run(use())
