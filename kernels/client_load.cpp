@@ -58,6 +58,12 @@ void LoadJob::start() {
     }
     return at->second;
   };
+  std::map<uint32_t, bool> rooms;
+  auto parity_room = [&](uint32_t node) {
+    auto [at, fresh] = rooms.try_emplace(node);
+    if (fresh) at->second = plan_.eager || ReadConn::has_parity_room(net, *nodes[node]);
+    return at->second;
+  };
   const uint32_t extents = uint32_t(plan_.extents.size());
   std::vector<std::vector<uint8_t>> asked(extents);   // shards, data first
   for (uint32_t e = 0; e < extents; e++) {
@@ -89,11 +95,12 @@ void LoadJob::start() {
     for (uint32_t i = 0; i < m_ && want; i++) {
       const uint32_t s = w.parity_order[i];
       if (passed & bit(s)) continue;
+      want--;
+      if (!parity_room(uint32_t(x.nodes[s]))) continue;   // asked when it is needed
       w.parity[s - k_].stream = stream_of(uint32_t(x.nodes[s]), true);
       w.parity[s - k_].item.resize(plane_count_);
       asked[e].push_back(uint8_t(s));
       stats.parity_asked++;
-      want--;
     }
     stats.shards_asked += asked[e].size();
     stats.missing_shards += uint32_t(std::popcount(lost));

@@ -99,6 +99,7 @@ class ReadConn final : public Conn {
  public:
   ReadConn(Net& net, Node& node, bool parity);
   ~ReadConn() override;
+  static bool has_parity_room(Net& net, Node& node);   // false: rests of earlier loads are still being read
   static std::shared_ptr<ReadConn> lease(Net& net, Node& node, bool parity, bool fresh = false);   // null: down, or at a limit
   // Loop thread.
   void start(std::shared_ptr<Stream> stream);

@@ -46,6 +46,7 @@ struct NetConfig {
   uint64_t drain_bytes_max = 8u << 20;      // a longer rest is not worth reading: the connection is closed
   int64_t idle_timeout_ns = 60 * SECOND;
   int64_t backoff_min_ns = 250 * MS, backoff_max_ns = 5 * SECOND;
+  uint32_t parity_connections_max = 2;      // of a node: one in use, one being read to its end
   int parity_receive_bytes = 64 << 10;      // so that a daemon whose parity nobody reads stalls early
   std::array<uint8_t, 16> cluster{};
   uint64_t epoch = 0;
@@ -127,6 +128,7 @@ struct Node {
   std::shared_ptr<WriteConn> write;
   std::vector<std::shared_ptr<ReadConn>> idle_data, idle_parity;
   uint32_t failures = 0;
+  std::atomic<uint32_t> parity_open{0};   // parity connections there are
   std::atomic<int64_t> down_until_ns{0};
   std::atomic<int64_t> late_since_ns{0};  // an answer is owed and was late; ends with the next byte heard
 

@@ -13,9 +13,19 @@ using wire::FrameHeader;
 ReadConn::ReadConn(Net& n, Node& to, bool parity)
     : Conn(n, to, n.bulk_loop(to.index, parity), wire::Role::BULK, parity ? n.config.parity_receive_bytes : 0), parity_(parity) {
   net.stats.bulk_connections++;
+  if (parity_) node.parity_open++;
 }
 
-ReadConn::~ReadConn() { net.stats.bulk_connections--; }
+ReadConn::~ReadConn() {
+  net.stats.bulk_connections--;
+  if (parity_) node.parity_open--;
+}
+
+bool ReadConn::has_parity_room(Net& net, Node& node) {
+  if (node.parity_open.load() < net.config.parity_connections_max) return true;
+  std::lock_guard lock(node.mutex);
+  return !node.idle_parity.empty();
+}
 
 std::shared_ptr<ReadConn> ReadConn::lease(Net& net, Node& node, bool parity, bool fresh) {
   std::lock_guard lock(node.mutex);

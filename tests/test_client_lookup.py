@@ -56,8 +56,7 @@ def test_a_whole_hit_asks_few_nodes_and_promises_at_all_twelve(cluster: PeerClus
         store(client, keys, lengths=[64, 100, 36])
         forget(cluster)
         assert client.lookup(keys).hit_blocks == 200
-        assert sum(1 for peer in cluster.peers if peer.discovered) <= 2
-        assert sum(len(peer.discovered) for peer in cluster.peers) == 200
+        assert 200 <= sum(len(peer.discovered) for peer in cluster.peers) <= 600, "each key at one node, at most three where one is late"
         until_all_promised(cluster, 12)
 
 
@@ -188,7 +187,7 @@ def test_gaps_are_filled_from_the_starts_that_later_extents_name(cluster: PeerCl
 
         def forgetful(peer: Peer) -> object:
             async def rule(verb: Verb, body: bytes, right: bytes) -> bytes | None:
-                if verb != Verb.DISCOVER or first_asked and peer not in first_asked:
+                if verb != Verb.DISCOVER or (first_asked and peer not in first_asked):
                     return None
                 first_asked.append(peer)  # whoever is asked first does not know the middle one
                 found, _ = wire.decode_discover_reply(right)
@@ -321,7 +320,7 @@ def test_each_live_epochs_list_is_asked() -> None:
 
 def test_what_was_written_in_an_older_epoch_is_found_and_read() -> None:
     with PeerCluster(16) as cluster:
-        old = ClusterMap.local([node for node in cluster.map.nodes[:12]])
+        old = ClusterMap.local(cluster.map.nodes[:12])
         new = old.with_epoch(cluster.map.nodes[12:], [node.id for node in cluster.map.nodes])
         keys = chain(100, SMALL)
         with Client(old, layout=SMALL, config=NO_REUSE) as writer:

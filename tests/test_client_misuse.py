@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -82,7 +83,9 @@ LOADS: list[tuple[str, Callable[[World], Any], type[KvstoreError]]] = [
 
 
 @pytest.mark.parametrize(("name", "make", "error"), LOADS, ids=[case[0] for case in LOADS])
-def test_a_destination_that_does_not_fit_is_refused(world: World, name: str, make: Callable[[World], Any], error: type[KvstoreError]) -> None:
+def test_a_destination_that_does_not_fit_is_refused(
+    world: World, name: str, make: Callable[[World], Any], error: type[KvstoreError]
+) -> None:
     with pytest.raises(error):
         world.client.load(world.ticket, make(world))
     with pytest.raises(error):
@@ -173,7 +176,9 @@ def test_memory_let_go_in_mid_load_and_store_is_kept_alive(cluster: LocalCluster
         assert future.result(WAIT_SECONDS).blocks == 64
         ticket = client.lookup(keys)
         for _ in range(5):
-            under_way = client.begin_load(ticket, np.empty((64, V41.block_bytes), np.uint8), hedge="eager", deadline_seconds=5, blocks=range(64))
+            place = np.empty((64, V41.block_bytes), np.uint8)
+            under_way = client.begin_load(ticket, place, hedge="eager", deadline_seconds=5, blocks=range(64))
+            del place
             del under_way  # ends it: nothing writes into what numpy frees
             gc.collect()
 
@@ -196,10 +201,8 @@ def test_a_forked_child_is_refused_and_ends_cleanly(world: World) -> None:
 def test_a_store_that_is_not_done_in_time_says_so_and_goes_on(world: World) -> None:
     big = chain(640, SMALL)
     future = world.client.store(big, bytes_of(big, SMALL), first_block=0)
-    try:
+    with contextlib.suppress(DeadlineExceeded):  # unless it was very quick
         future.result(0)
-    except DeadlineExceeded:
-        pass
     assert not future.cancel()
     assert future.result(WAIT_SECONDS).blocks == 640
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ extents = st.lists(st.tuples(st.integers(0, 24), st.integers(1, 8)), max_size=14
 def longest_by_exhaustive_search(candidates: list[Candidate]) -> int:
     """Tries every order of extents: from each reach, every extent that can be read there."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def from_reach(reach: int) -> int:
         return max([reach, *(from_reach(c.end) for c in candidates if c.start <= reach < c.end)])
 

@@ -19,7 +19,7 @@ from kvstore.client.config import ClientConfig
 from kvstore.client.counters import Counters
 from kvstore.client.load import Hedge, Load, checked_blocks
 from kvstore.client.lookup import Hit, Lookup, Wanted
-from kvstore.client.native import U32
+from kvstore.client.native import U8, U32
 from kvstore.client.promises import Promises
 from kvstore.client.store import StoreFuture, Stores
 from kvstore.client.ticket import EXTENT, Ticket
@@ -167,6 +167,7 @@ class Client:
     ) -> LoadResult:
         """As load; `began` is given the load under way, so that another thread can cancel it."""
         wanted = checked_blocks(ticket, blocks)
+        destination = self._destination(destination, wanted)
         early = self._cannot_load(ticket, wanted)
         if early is not None:
             return early
@@ -194,6 +195,7 @@ class Client:
         A load that falls short yields smaller `blocks`, or stops early: only rows whole in every plane may be used for later layers.
         """
         wanted = checked_blocks(ticket, blocks)
+        destination = self._destination(destination, wanted)
         if self._cannot_load(ticket, wanted) is not None:
             return
         load = self.begin_load(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted)
@@ -209,13 +211,16 @@ class Client:
             raise MisuseError("E566", "ticket", "is of another layout or cluster", "redeem it with a client of the same")
         if hedge not in ("lazy", "eager"):
             raise MisuseError("E567", f"hedge {hedge!r}", "is not known", 'pass "lazy" or "eager"')
-        if destination is None:
-            destination = np.empty((len(blocks), self.layout.block_bytes), np.uint8)
-        rows = as_rows(destination, len(blocks), self.layout.block_bytes, writable=True)
+        rows = self._destination(destination, blocks)
         seconds = self.config.load_deadline_seconds if deadline_seconds is None else deadline_seconds
         load = Load(self._core, self._placements, self._planes, ticket, blocks, rows, hedge, seconds)
         self._counters.load_began()
         return load
+
+    def _destination(self, destination: Any, blocks: range) -> U8:
+        if destination is None:
+            destination = np.empty((len(blocks), self.layout.block_bytes), np.uint8)
+        return as_rows(destination, len(blocks), self.layout.block_bytes, writable=True)
 
     def _cannot_load(self, ticket: Ticket, blocks: range) -> LoadResult | None:
         outcome = LoadOutcome.COMPLETE if not len(blocks) else LoadOutcome.EXPIRED if ticket.expired(self.clock.wall_time()) else None
