@@ -374,6 +374,7 @@ void LoadJob::read_more(int32_t index, uint32_t items) {
   std::shared_ptr<ReadConn> conn;
   {
     std::lock_guard lock(mutex_);
+    if (size_t(index) >= streams_.size()) return;   // end() took them while this thread was deciding
     stream = streams_[size_t(index)];
     conn = conns_[size_t(index)];
   }
