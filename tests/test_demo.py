@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +56,20 @@ def test_a_directory_with_anything_in_it_is_refused_and_untouched(tmp_path: Path
     assert main(["demo", "--data", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error[E143] ")
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_demo_that_is_told_to_stop_stops_its_daemons_and_leaves_nothing(signum: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore", "demo", "--data", str(tmp_path / "demo")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if " ok  nodes " in line:
+                break
+        daemons = [int(path.read_text()) for path in (tmp_path / "demo").glob("node-*.pid")]
+        assert len(daemons) == 12
+        demo.send_signal(signum)
+        _, said = demo.communicate(timeout=60)
+    assert demo.returncode == 130 and "interrupted" in said
+    assert not (tmp_path / "demo").exists()
+    assert not [pid for pid in daemons if Path(f"/proc/{pid}").exists()]

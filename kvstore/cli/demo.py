@@ -6,13 +6,14 @@ import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
 from kvstore.cli.output import Output
+from kvstore.cli.signals import interrupted_by_signals
 from kvstore.errors import ConfigError
 from kvstore.replay.report import Latency, ReplayReport
 from kvstore.replay.story import REQUESTS, Step, StoryReport, run_story
@@ -45,7 +46,7 @@ exit code 1 if one byte was wrong or one promise was not kept
 def run(args: argparse.Namespace) -> int:
     out: Output = args.out
     began = time.perf_counter()
-    with ExitStack() as stack:
+    with interrupted_by_signals(), ExitStack() as stack:
         path = args.trace or stack.enter_context(as_file(files("kvstore.replay") / "conversation_300.jsonl.gz"))
         requests = list(open_trace(path, request_limit=REQUESTS))
         directory = stack.enter_context(_directory(args.data, args.keep))
@@ -96,19 +97,24 @@ def _tell(step: Step, out: Output) -> None:
 
 def _table(story: StoryReport, out: Output) -> None:
     parts: dict[str, ReplayReport] = {**story.phases, "all": story.whole, "read back": story.read_back}
-    rows: list[tuple[str, ...]] = [
-        ("requests", *(f"{part.requests:,}" for part in parts.values())),
-        ("hit tokens", *(f"{part.hit_tokens:,}" for part in parts.values())),
-        ("infinite cache", *(f"{part.ideal_hit_tokens:,}" for part in story.phases.values()), f"{story.whole.ideal_hit_tokens:,}", "-"),
-        ("exact LRU, 9/10 room", *(f"{part.lru_hit_tokens or 0:,}" for part in story.phases.values()), f"{story.whole.lru_hit_tokens or 0:,}", "-"),
-        ("stored", *(format_bytes(part.stored_bytes) for part in parts.values())),
-        ("loaded, checked", *(format_bytes(part.checked_bytes) for part in parts.values())),
-        ("wrong bytes", *(f"{part.wrong_bytes:,}" for part in parts.values())),
-        ("decodes", *(f"{part.decodes:,}" for part in parts.values())),
-        ("degraded stores", *(f"{part.store_outcomes.get('degraded', 0):,}" for part in parts.values())),
-        ("lookup p50 / p99 ms", *(_p50_p99(part.lookup) for part in parts.values())),
-        ("load p50 / p99 ms", *(_p50_p99(part.load) for part in parts.values())),
-        ("store p50 / p99 ms", *(_p50_p99(part.store) for part in parts.values())),
+
+    def row(name: str, cell: Callable[[ReplayReport], str]) -> tuple[str, ...]:
+        return name, *(cell(part) for part in parts.values())
+
+    first_pass = [*story.phases.values(), story.whole]
+    rows = [
+        row("requests", lambda part: f"{part.requests:,}"),
+        row("hit tokens", lambda part: f"{part.hit_tokens:,}"),
+        ("infinite cache", *(f"{part.ideal_hit_tokens:,}" for part in first_pass), "-"),
+        ("exact LRU, 9/10 room", *(f"{part.lru_hit_tokens or 0:,}" for part in first_pass), "-"),
+        row("stored", lambda part: format_bytes(part.stored_bytes)),
+        row("loaded, checked", lambda part: format_bytes(part.checked_bytes)),
+        row("wrong bytes", lambda part: f"{part.wrong_bytes:,}"),
+        row("decodes", lambda part: f"{part.decodes:,}"),
+        row("degraded stores", lambda part: f"{part.store_outcomes.get('degraded', 0):,}"),
+        row("lookup p50 / p99 ms", lambda part: _p50_p99(part.lookup)),
+        row("load p50 / p99 ms", lambda part: _p50_p99(part.load)),
+        row("store p50 / p99 ms", lambda part: _p50_p99(part.store)),
     ]
     out.line()
     out.table(("", *parts), rows)

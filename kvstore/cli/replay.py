@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.cli.output import Output
+from kvstore.cli.signals import interrupted_by_signals
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import ConfigError, InputError, UsageError
 from kvstore.layout import PRESETS, Layout
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if len(skipped) > 3:
         out.warn(f"and {len(skipped) - 3} more lines skipped")
     blocks = capacity_blocks(args.cache_size, shape, layout)
-    with ExitStack() as stack:
+    with interrupted_by_signals(), ExitStack() as stack:
         cluster, where = _cluster(args, shape, blocks, layout, stack)
         out.line(f"trace     {shape.requests:,} requests, {shape.unique_blocks:,} unique blocks, {len(skipped)} lines skipped")
         out.line(f"cluster   {where}")
