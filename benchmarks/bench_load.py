@@ -28,6 +28,7 @@ from benchmarks.raw import DEPTHS, Loopback, Uring
 from benchmarks.records import record_places
 from benchmarks.rig import Rig, drop_page_cache, rig
 
+PAGED_IN_BYTES_MAX = 4 << 20  # of a daemon's own code, under memory pressure by others; far below one load
 ASKED = 11  # of the 12 shards of every extent
 BARS: dict[Literal["lazy", "eager"], float] = {"lazy": 0.60, "eager": 0.48}
 
@@ -95,7 +96,7 @@ def load_warm(bench: Bench) -> dict[str, Figure]:
         takes = [lambda s=shape, h=hedge: user_rate(s, h) for shape, hedge in cases]
         *ours, wire = interleaved(bench.scale.rounds, *takes, raw.round_bytes_per_second)
         read_bytes = chains["64"].rig.disk_read_bytes() - read_before
-    if read_bytes:
+    if read_bytes > PAGED_IN_BYTES_MAX:
         raise RuntimeError(f"the warm load read {read_bytes} bytes from disk")
     figures = {}
     for (shape, hedge), rates in zip(cases, ours, strict=True):

@@ -1,0 +1,98 @@
+"""Every measurement runs at smoke size: says that it runs and gives its ids, nothing about speed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import load_registry
+from benchmarks.harness import (
+    REGISTRY,
+    SCALES,
+    Bench,
+    Figure,
+    Measure,
+    at_least,
+    at_most,
+    equal_to,
+    interleaved,
+    merge_results,
+    percentile,
+    with_worst,
+)
+
+load_registry()
+IDS_OF_THE_TABLE = {
+    *("codec_vs_isal", "codec_vs_zfec", "load_warm_vs_loopback", "load_cold_vs_uring", "store_vs_loopback", "lookup_600_ms"),
+    *("lookup_600_116_extents_ms", "lookup_absent_p99_ms", "lookup_false_short", "promise_broken", "p99_one_stopped", "p99_while_evicting"),
+    *("replay_vs_lru_points", "replay_infinite", "two_writers", "index_share", "disk_overhead", "daemon_rss_mb", "up_seconds", "kill9"),
+}
+MEASUREMENTS: dict[Measure, list[str]] = {}
+for _id, _measure in REGISTRY.items():
+    MEASUREMENTS.setdefault(_measure, []).append(_id)
+
+
+def test_all_figures_of_the_table_are_measured() -> None:
+    assert IDS_OF_THE_TABLE - REGISTRY.keys() == set()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("measure", MEASUREMENTS, ids=[measure.__name__ for measure in MEASUREMENTS])
+def test_measurement_runs_at_smoke_size_and_gives_its_ids(measure: Measure, tmp_path: Path) -> None:
+    bench = Bench(SCALES["smoke"], tmp_path)
+    try:
+        figures = with_worst(measure(bench))
+    finally:
+        bench.close()
+    assert set(MEASUREMENTS[measure]) <= figures.keys()
+    assert all(math.isfinite(figure.value) for figure in figures.values())
+
+
+def test_bars_hold_at_their_limit() -> None:
+    assert at_least(0.6).met_by(0.6)
+    assert not at_least(0.6).met_by(0.5999)
+    assert at_most(2).met_by(2)
+    assert not at_most(2).met_by(2.001)
+    assert equal_to(7).met_by(7)
+    assert not equal_to(7).met_by(8)
+
+
+def test_plain_id_is_the_worst_of_its_parts() -> None:
+    parts = {"a.x": Figure(0.9, at_least(0.6)), "a.y": Figure(0.5, at_least(0.48)), "b": Figure(1, at_most(2))}
+    assert with_worst(parts)["a"] == Figure(0.5, at_least(0.48))
+    missed = {"a.x": Figure(0.59, at_least(0.6)), "a.y": Figure(0.3, at_least(0.48)), "a.z": Figure(9, at_least(0.1))}
+    assert with_worst(missed)["a"].value == 0.3
+
+
+def test_results_file_keeps_ids_that_this_run_did_not_measure(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    merge_results(path, {"later_work": Figure(1, at_least(0))})
+    merge_results(path, {"kill9": Figure(0, at_most(0))})
+    merge_results(path, {"kill9": Figure(2, at_most(0))})
+    rows = {row["id"]: row for row in json.loads(path.read_text())}
+    assert list(rows) == ["later_work", "kill9"]
+    assert set(rows["kill9"]) == {"id", "value", "bar", "ok", "machine", "commit"}
+    assert (rows["kill9"]["value"], rows["kill9"]["bar"], rows["kill9"]["ok"]) == (2, 0, False)
+
+
+def test_rounds_are_interleaved_and_warm_up_is_dropped() -> None:
+    calls: list[str] = []
+    counts = {"a": 0.0, "b": 0.0}
+
+    def take(name: str) -> float:
+        calls.append(name)
+        counts[name] += 1
+        return counts[name]
+
+    kept = interleaved(4, lambda: take("a"), lambda: take("b"), warm_up=2)
+    assert kept == [[3, 4, 5, 6], [3, 4, 5, 6]]
+    assert all({first, second} == {"a", "b"} for first, second in zip(calls[::2], calls[1::2], strict=True))
+
+
+def test_percentile_is_a_value_that_was_seen() -> None:
+    assert percentile([3, 1, 2], 50) == 2
+    assert percentile(list(range(1, 101)), 99) == 99
+    assert percentile([5], 99) == 5
