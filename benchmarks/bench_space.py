@@ -7,20 +7,15 @@ after the whole trace with small blocks (an entry's size does not depend on its 
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
 from itertools import islice
 
-from kvstore.replay.capacity import shape_of
-
 from benchmarks.bench_replay import LAYOUT as SMALL_LAYOUT
-from benchmarks.bench_replay import SHARDS, K
+from benchmarks.bench_replay import K
 from benchmarks.harness import ROOT, Bench, Figure, at_most, measures
 from benchmarks.prompts import LAYOUT
 from benchmarks.rig import NODES, bytes_on_disk
 from kvstore.layout import Layout
-from kvstore.replay import ReplayOptions, ReplayReport, run_replay
-from kvstore.replay.requests import Request
-from kvstore.replay.trace import open_trace
+from kvstore.replay import InfiniteCache, ReplayOptions, ReplayReport, Request, local_cluster, open_trace, run_replay, shape_of
 from kvstore.server.local import LocalCluster
 
 TRACE = ROOT / "traces" / "weka_v6_dev.b128.jsonl.zst"
@@ -32,23 +27,24 @@ def weka(bench: Bench) -> list[Request]:
 
 
 def conversations(requests: list[Request], blocks_max: int) -> list[Request]:
-    """Whole conversations drawn at random until their blocks are enough; the order of the trace is kept."""
+    """Conversations drawn at random, one after the other, until their unique blocks are enough; the last one may be cut short."""
     sessions = sorted({request.session for request in requests})
     random.Random(7).shuffle(sessions)
-    chosen: set[int | None] = set()
-    blocks = 0
+    cache = InfiniteCache()
+    chosen: list[Request] = []
     for session in sessions:
-        longest = max(request.block_count for request in requests if request.session == session)
-        if blocks + longest <= blocks_max:
-            chosen.add(session)
-            blocks += longest
-    return [request for request in requests if request.session in chosen]
+        for request in (one for one in requests if one.session == session):
+            if cache.block_count >= blocks_max:
+                return chosen
+            cache.leading_hits(request.ids())
+            chosen.append(request)
+    return chosen
 
 
 def stored(cluster: LocalCluster, requests: list[Request], layout: Layout) -> ReplayReport:
     """Stores what an infinite cache would. Raises where anything was refused or wrong."""
     report = run_replay(requests, cluster.map, ReplayOptions(layout=layout, concurrency=4))
-    refused = {name: count for name, count in report.store_outcomes.items() if name != "STORED"}
+    refused = {name: count for name, count in report.store_outcomes.items() if name != "stored"}
     if report.wrong_bytes or refused:
         raise RuntimeError(f"{report.wrong_bytes} wrong bytes, store outcomes {report.store_outcomes}")
     return report
@@ -58,8 +54,8 @@ def stored(cluster: LocalCluster, requests: list[Request], layout: Layout) -> Re
 def index_share(bench: Bench) -> dict[str, Figure]:
     requests = weka(bench)
     true_shape = shape_of(requests, LAYOUT, K)
-    cluster = LocalCluster(bench.directory / "index-share", NODES, capacity_bytes=8 << 30, extra_arguments=["--virtual-clock"])
-    with cluster:
+    small_shape = shape_of(requests, SMALL_LAYOUT, K)
+    with local_cluster(bench.directory / "index-share", small_shape, None, layout=SMALL_LAYOUT) as cluster:
         stored(cluster, requests, SMALL_LAYOUT)
     # Every node holds one shard of every extent: twelve nodes, groups of twelve.
     index_bytes = max(sum(bytes_on_disk(path.parent) for path in cluster.node_directory(n).rglob("data.mdb")) for n in range(NODES))
@@ -69,12 +65,11 @@ def index_share(bench: Bench) -> dict[str, Figure]:
 
 @measures("disk_overhead")
 def disk_overhead(bench: Bench) -> dict[str, Figure]:
-    requests = conversations(weka(bench), TRUE_SIZE_BLOCKS if bench.scale.name != "smoke" else 300)
+    requests = conversations(weka(bench), TRUE_SIZE_BLOCKS if bench.scale.name != "smoke" else 500)
     shape = shape_of(requests, LAYOUT, K)
-    with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(bench.directory / "overhead", NODES, capacity_bytes=4 << 30))
+    with LocalCluster(bench.directory / "overhead", NODES, capacity_bytes=4 << 30) as cluster:
         stored(cluster, requests, LAYOUT)
-    shard_bytes = SHARDS * shape.unique_blocks * sum(plane.shard_bytes for plane in LAYOUT.planes(K))
+    shard_bytes = NODES * shape.unique_blocks * sum(plane.shard_bytes for plane in LAYOUT.planes(K))
     on_disk = sum(bytes_on_disk(cluster.node_directory(node)) for node in range(NODES))
     note = f"{on_disk / 1e9:.2f} GB, {shape.extents} extents of {shape.unique_blocks / shape.extents:.1f} blocks; index, logs and all"
     return {"disk_overhead": Figure(on_disk / shard_bytes, at_most(1.03), note)}
