@@ -19,8 +19,12 @@ from kvstore.client import ClientConfig, Ticket
 
 PROMPT_BLOCKS = 4  # of the writer: short, so that many promises can be tested
 READ_BLOCKS = 128
-NODE_CAPACITY_BYTES = 96 << 20
 HOLD_SECONDS = 4.0  # between promise and load: the store is written over about once meanwhile
+
+
+def node_capacity_bytes(bench: Bench) -> int:
+    """Small, so that a second or three of writing replaces everything."""
+    return (32 if bench.scale.name == "smoke" else 96) << 20
 
 
 def blocks_that_fit(node_capacity_bytes: int) -> int:
@@ -33,9 +37,9 @@ def promise_broken(bench: Bench) -> dict[str, Figure]:
     wanted = bench.scale.samples * 10 + 1
     broken = loaded_short = asked = missed = 0
     with ExitStack() as stack:
-        made = rig(bench, stack, "promise", capacity_bytes=NODE_CAPACITY_BYTES, config=ClientConfig(promise_reuse_seconds=0))
+        made = rig(bench, stack, "promise", capacity_bytes=node_capacity_bytes(bench), config=ClientConfig(promise_reuse_seconds=0))
         pressure = stack.enter_context(Pressure(made.cluster, blocks=PROMPT_BLOCKS))
-        prompts_kept = blocks_that_fit(NODE_CAPACITY_BYTES) // PROMPT_BLOCKS
+        prompts_kept = blocks_that_fit(node_capacity_bytes(bench)) // PROMPT_BLOCKS
         pressure.wait_for_more(int(prompts_kept * 1.2), timeout_seconds=120)
         place = pretouched(PROMPT_BLOCKS)
         held: deque[tuple[float, int, Ticket]] = deque()
@@ -66,7 +70,7 @@ def p99_while_evicting(bench: Bench) -> dict[str, Figure]:
     idle: list[float] = []
     busy: list[float] = []
     with ExitStack() as stack:
-        made = rig(bench, stack, "evicting", capacity_bytes=2 * NODE_CAPACITY_BYTES)
+        made = rig(bench, stack, "evicting", capacity_bytes=2 * node_capacity_bytes(bench))
         keys = chain_keys(1, READ_BLOCKS)
         store_in_turns(made.client, keys, short_extents(READ_BLOCKS, 36))
         place = pretouched(READ_BLOCKS)
@@ -80,7 +84,7 @@ def p99_while_evicting(bench: Bench) -> dict[str, Figure]:
                     raise RuntimeError(f"loaded {loaded} of {READ_BLOCKS} blocks")
 
         take([])
-        prompts_kept = blocks_that_fit(2 * NODE_CAPACITY_BYTES) // PROMPT_BLOCKS
+        prompts_kept = blocks_that_fit(2 * node_capacity_bytes(bench)) // PROMPT_BLOCKS
         with Pressure(made.cluster, blocks=PROMPT_BLOCKS) as filling:
             filling.wait_for_more(prompts_kept, timeout_seconds=120)
         for number in range(rounds):

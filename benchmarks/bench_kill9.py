@@ -59,7 +59,7 @@ def run_kills(bench: Bench, kills: int, seed: int = 9) -> Tally:
             settled = written.stored_before(moment - SETTLED_SECONDS, last=2_000)
             for prompt in rng.sample(settled, min(CHECKS_PER_KILL, len(settled))):
                 check(made, prompt, place, tally)
-        for prompt in written.stored_before(time.monotonic(), last=500):
+        for prompt in written.stored_before(time.monotonic(), last=100):
             check(made, prompt, place, tally)
     return tally
 

@@ -1,11 +1,12 @@
 """load_warm_vs_loopback and load_cold_vs_uring: 600 blocks from 12 daemons, beside what the machine moves at all.
 
 Warm: user bytes/s over the wire bytes/s of 11 senders (benchmarks/raw/loopback), each load checked against the stored bytes, 0 disk reads.
-Cold: the page cache dropped before every take; time of the bare O_DIRECT loop over the same records at its best depth, over ours.
+Cold: the records' pages dropped before every take; time of the bare O_DIRECT loop over the same records at its best depth, over ours.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal
@@ -26,7 +27,7 @@ from benchmarks.prompts import (
 )
 from benchmarks.raw import DEPTHS, Loopback, Uring
 from benchmarks.records import record_places
-from benchmarks.rig import Rig, drop_page_cache, rig
+from benchmarks.rig import Rig, forget_pages, rig
 
 PAGED_IN_BYTES_MAX = 4 << 20  # of a daemon's own code, under memory pressure by others; far below one load
 ASKED = 11  # of the 12 shards of every extent
@@ -109,16 +110,21 @@ def load_warm(bench: Bench) -> dict[str, Figure]:
 def load_cold(bench: Bench) -> dict[str, Figure]:
     chains = bench.shared(stored_chains)
     figures = {}
+    os.sync()
     for shape, chain in chains.items():
         places = record_places(chain.rig.cluster, chain.keys, shards=range(ASKED))
         with Uring(places, bench.directory / f"places-{shape}") as bare:
 
             def cold_load(chain: Chain = chain) -> float:
-                drop_page_cache()
-                return chain.load_seconds()
+                forget_pages(chain.rig.cluster.directory)
+                before = chain.rig.disk_read_bytes()
+                took = chain.load_seconds()
+                if chain.rig.disk_read_bytes() - before < chain.user_bytes:
+                    raise RuntimeError("a cold load found its bytes in RAM")
+                return took
 
-            def cold_bare(depth: int, bare: Uring = bare) -> float:
-                drop_page_cache()
+            def cold_bare(depth: int, chain: Chain = chain, bare: Uring = bare) -> float:
+                forget_pages(chain.rig.cluster.directory)
                 return bare.round_seconds(depth)
 
             ours, *theirs = interleaved(bench.scale.rounds, cold_load, *[lambda d=d: cold_bare(d) for d in DEPTHS])

@@ -1,11 +1,12 @@
 """Lookups of 600 blocks against full indexes, and what a daemon with such an index keeps in memory.
 
-Every lookup hashes its prompt's tokens anew and asks the nodes anew. The absent keys come last: for them every daemon goes into a control
-group that lets it keep a quarter of its index, and the page cache is dropped first.
+Every lookup hashes its prompt's tokens anew and asks the nodes anew. The absent keys come last: for them the daemons are started again
+inside a control group whose memory is their own plus a quarter of the indexes.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,21 +15,25 @@ import numpy as np
 
 from benchmarks.full_index import filled_rig
 from benchmarks.harness import Bench, Figure, at_most, measures, percentile
-from benchmarks.memory import can_limit, memory_limit
+from benchmarks.memory import MemoryGroup, can_limit
 from benchmarks.prompts import (
     AGENT_EXTENTS_OF_600,
     AGENT_EXTENTS_P99_OF_600,
+    LAYOUT,
     chain_keys,
     namespace,
     short_extents,
     store_in_turns,
     tokens_of,
 )
-from benchmarks.rig import NODES, Rig, anonymous_bytes, bytes_on_disk, drop_page_cache, resident_bytes_without
+from benchmarks.rig import NODES, Rig, anonymous_bytes, bytes_on_disk, forget_pages, resident_bytes_without
+from kvstore.client import Client
 from kvstore.keys import KeyChain
+from kvstore.server.local import LocalCluster
 
 PROMPTS = 6  # of each shape, looked up in turn
 INDEX_OVER_MEMORY = 4
+WARM_UP = 20  # connections
 
 
 def lookup_seconds(rig: Rig, tokens: np.ndarray, expected_blocks: int) -> float:
@@ -57,6 +62,32 @@ def note_of(times: Sequence[float]) -> str:
     return f"{', '.join(shown)} ms; n={len(times)}"
 
 
+def absent_lookups(bench: Bench, cluster: LocalCluster, index_bytes: list[int]) -> tuple[list[float], str]:
+    """Times of looking up keys that are nowhere, after a restart with memory for a part of the index; and how memory was limited."""
+    own_bytes = sum(anonymous_bytes(pid) for node in range(NODES) if (pid := cluster.pid(node)) is not None)
+    cluster.stop()
+    os.sync()
+    forget_pages(cluster.directory)
+    with ExitStack() as stack:
+        if can_limit():
+            group = MemoryGroup(f"kvstore-bench-{os.getpid()}", int(own_bytes * 1.2) + sum(index_bytes) // INDEX_OVER_MEMORY)
+            stack.callback(group.close)
+            with group.joined():
+                stack.enter_context(cluster)
+            how = f"memory for 1/{INDEX_OVER_MEMORY} of the index"
+        else:
+            stack.enter_context(cluster)
+            how = "no memory limit to be had here: page cache dropped instead"
+        client = stack.enter_context(Client(cluster.map, layout=LAYOUT))
+        rig = Rig(cluster, client)
+        times = []
+        for number in range(-WARM_UP, bench.scale.samples):
+            took = lookup_seconds(rig, tokens_of(30_000 + number, bench.scale.chain_blocks), 0)
+            if number >= 0:
+                times.append(took)
+    return times, how
+
+
 @measures("lookup_600_ms", "lookup_600_116_extents_ms", "daemon_rss_mb", "lookup_absent_p99_ms")
 def lookup(bench: Bench) -> dict[str, Figure]:
     rig = bench.shared(filled_rig)
@@ -65,18 +96,7 @@ def lookup(bench: Bench) -> dict[str, Figure]:
     resident = [resident_bytes_without(pid, rig.cluster.directory) for pid in rig.pids]
     index_bytes = [sum(bytes_on_disk(path.parent) for path in rig.cluster.node_directory(n).rglob("data.mdb")) for n in range(NODES)]
 
-    with ExitStack() as stack:
-        limited = can_limit()
-        if limited:
-            drop_page_cache()
-            for pid, index in zip(rig.pids, index_bytes, strict=True):
-                stack.enter_context(memory_limit(pid, anonymous_bytes(pid) + index // INDEX_OVER_MEMORY))
-        absent = []
-        for number in range(bench.scale.samples):
-            if not limited and number % 100 == 0:
-                drop_page_cache()
-            absent.append(lookup_seconds(rig, tokens_of(30_000 + number, bench.scale.chain_blocks), 0))
-    how = "memory for a quarter of it" if limited else "no control group: page cache dropped every 100"
+    absent, how = absent_lookups(bench, rig.cluster, index_bytes)
     size = f"{bench.scale.index_extents} extents, index {max(index_bytes) / 1e6:.0f} MB"
     return {
         "lookup_600_ms.p50": Figure(percentile(agents, 50) * 1e3, at_most(2), note_of(agents)),

@@ -1,4 +1,4 @@
-"""A memory limit on running processes, by a control group of its own: page cache that a process reads counts against it."""
+"""A memory limit for processes that are started under it, by a control group: what page cache they read counts against it, too."""
 
 from __future__ import annotations
 
@@ -11,34 +11,50 @@ V1 = Path("/sys/fs/cgroup/memory")
 V2 = Path("/sys/fs/cgroup")
 
 
-def _root_and_limit_name() -> tuple[Path, str] | None:
-    """Where groups are made and what their limit is called; None where this machine lets us make none."""
+class MemoryGroup:
+    """A control group with a limit. Processes started inside `joined()` stay in it; `close()` once they have ended. Needs root."""
+
+    def __init__(self, name: str, limit_bytes: int) -> None:
+        self._root, limit_name = _root_and_limit_name()
+        self._group = self._root / name
+        self._group.mkdir()
+        (self._group / limit_name).write_text(str(limit_bytes))
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """This process is a member meanwhile, so that its children are born as members."""
+        before = _group_of_this_process(self._root)
+        (self._group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            (before / "cgroup.procs").write_text(str(os.getpid()))
+
+    def close(self) -> None:
+        self._group.rmdir()
+
+
+def can_limit() -> bool:
+    """Whether this machine lets us make such a group."""
+    try:
+        _root_and_limit_name()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _root_and_limit_name() -> tuple[Path, str]:
     if (V1 / "memory.limit_in_bytes").exists() and os.access(V1, os.W_OK):
         return V1, "memory.limit_in_bytes"
     controllers = V2 / "cgroup.subtree_control"
     if controllers.exists() and "memory" in controllers.read_text() and os.access(V2, os.W_OK):
         return V2, "memory.max"
-    return None
+    raise RuntimeError("no memory control group to be had here")
 
 
-def can_limit() -> bool:
-    return _root_and_limit_name() is not None
-
-
-@contextlib.contextmanager
-def memory_limit(pid: int, limit_bytes: int) -> Iterator[None]:
-    """Puts a process into a group of its own with this limit; afterwards back to where groups begin. Needs root."""
-    found = _root_and_limit_name()
-    if found is None:
-        raise RuntimeError("no memory control group to be had here")
-    root, limit_name = found
-    group = root / f"kvstore-bench-{pid}"
-    group.mkdir()
-    try:
-        (group / limit_name).write_text(str(limit_bytes))
-        (group / "cgroup.procs").write_text(str(pid))
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            (root / "cgroup.procs").write_text(str(pid))
-        group.rmdir()
+def _group_of_this_process(root: Path) -> Path:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(",") or (number == "0" and root == V2):
+            return root / path.lstrip("/")
+    return root

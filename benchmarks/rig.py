@@ -15,8 +15,6 @@ from kvstore.client import Client, ClientConfig
 from kvstore.server.local import LocalCluster
 
 NODES = 12
-DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-RECORD_ALIGN = 4096
 
 
 class Rig:
@@ -66,10 +64,15 @@ def rig(
     return Rig(cluster, client)
 
 
-def drop_page_cache() -> None:
-    """Everything clean leaves the page cache. Needs root."""
-    os.sync()
-    DROP_CACHES.write_text("3\n")
+def forget_pages(folder: Path) -> None:
+    """All files under `folder` leave the page cache, but for pages that are dirty (os.sync() first) or mapped by a process (the index)."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
 
 def anonymous_bytes(pid: int) -> int:
