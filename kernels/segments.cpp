@@ -159,7 +159,8 @@ bool Segment::is_held() {
 
 // --- all files ---
 
-SegmentFiles::SegmentFiles(std::string dir, uint64_t segment_bytes) : dir_(std::move(dir)), segment_bytes_(segment_bytes) {
+SegmentFiles::SegmentFiles(std::string dir, uint64_t segment_bytes, bool sync_names)
+    : dir_(std::move(dir)), segment_bytes_(segment_bytes), sync_names_(sync_names) {
   mkdir(dir_.c_str(), 0755);
   DIR* d = opendir(dir_.c_str());
   if (!d) throw std::runtime_error("cannot open " + dir_ + ": " + strerror(errno));
@@ -211,6 +212,8 @@ Status SegmentFiles::reserve(uint64_t padded_bytes, uint32_t head_bytes, std::sh
     fresh->end_known = true;
     files_open_++;
     next_id_++;
+    unsealed_.push_back(fresh);
+    if (sync_names_) sync_directory();
     std::lock_guard table(table_mutex_);
     table_[fresh->id] = fresh;
     active_ = std::move(fresh);
@@ -246,17 +249,17 @@ std::vector<std::shared_ptr<Segment>> SegmentFiles::all() {
 
 std::vector<std::shared_ptr<Segment>> SegmentFiles::to_seal() {
   std::vector<std::shared_ptr<Segment>> out;
-  const auto segments = all();
   std::lock_guard lock(append_mutex_);
-  for (const auto& s : segments)
+  for (const auto& s : unsealed_)
     if (s->closing && s->end_known && !s->writers && !s->sealed) out.push_back(s);
   return out;
 }
 
 std::vector<std::shared_ptr<Segment>> SegmentFiles::dirty() {
   std::vector<std::shared_ptr<Segment>> out;
-  for (auto& s : all())
-    if (s->dirty) out.push_back(std::move(s));
+  std::lock_guard lock(append_mutex_);
+  for (const auto& s : unsealed_)
+    if (s->dirty) out.push_back(s);
   return out;
 }
 
@@ -268,7 +271,15 @@ void SegmentFiles::close_active() {
   active_.reset();
 }
 
-Status SegmentFiles::seal(Segment& segment) {
+void SegmentFiles::sync_directory() const {
+  const int fd = open(dir_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return;
+  fsync(fd);
+  ::close(fd);
+}
+
+Status SegmentFiles::seal(const std::shared_ptr<Segment>& shared) {
+  Segment& segment = *shared;
   if (int rc = segment.hold()) return status_of_errno(-rc);
   Status status = Status::OK;
   std::vector<std::pair<uint32_t, std::vector<uint8_t>>> entries;
@@ -294,11 +305,18 @@ Status SegmentFiles::seal(Segment& segment) {
     segment.offsets_4k = {};
   }
   segment.unhold();
+  std::lock_guard lock(append_mutex_);
+  std::erase(unsealed_, shared);
+  if (status != Status::OK) unsealed_.push_back(shared);   // tried again
   return status;
 }
 
 void SegmentFiles::remove(const std::shared_ptr<Segment>& segment) {
   unlink(segment->path.c_str());
+  {
+    std::lock_guard lock(append_mutex_);
+    std::erase(unsealed_, segment);
+  }
   std::lock_guard lock(table_mutex_);
   table_.erase(segment->id);
 }

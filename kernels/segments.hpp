@@ -89,7 +89,8 @@ class Segment {
 
 class SegmentFiles {
  public:
-  SegmentFiles(std::string dir, uint64_t segment_bytes);   // throws std::runtime_error
+  // `sync_names`: a new file is in its directory before it is used. Throws std::runtime_error.
+  SegmentFiles(std::string dir, uint64_t segment_bytes, bool sync_names);
 
   // Room for one record in the segment being filled. OK, NO_SPACE or IO_ERROR. On OK the segment is held until release().
   Status reserve(uint64_t padded_bytes, uint32_t head_bytes, std::shared_ptr<Segment>& segment, uint64_t& offset);
@@ -100,7 +101,7 @@ class SegmentFiles {
   std::vector<std::shared_ptr<Segment>> to_seal();         // closed, no writers, no footer yet
   std::vector<std::shared_ptr<Segment>> dirty();
   void close_active();                                     // the next record opens a new file
-  Status seal(Segment& segment);                           // data synced, footer written and synced
+  Status seal(const std::shared_ptr<Segment>& segment);    // data synced, footer written and synced
   void remove(const std::shared_ptr<Segment>& segment);    // unlinks the file
   uint64_t count();
   uint32_t next_id();
@@ -118,19 +119,22 @@ class SegmentFiles {
  private:
   friend class Segment;
   bool probe_holes() const;
+  void sync_directory() const;
   void note_open(Segment* segment);                        // closes the least used files past the limit
 
   const std::string dir_;
   const uint64_t segment_bytes_;
+  const bool sync_names_;
   bool holes_visible_ = false;
   uint32_t files_open_max_ = 256;
   std::atomic<uint32_t> files_open_{0};
   std::mutex append_mutex_;
   std::shared_ptr<Segment> active_;
+  std::vector<std::shared_ptr<Segment>> unsealed_;        // of this run, and those whose footer could not be written yet
   uint32_t next_id_ = 1;
   std::mutex table_mutex_;
   std::map<uint32_t, std::shared_ptr<Segment>> table_;
-  uint32_t sweep_at_ = 0;
+  std::atomic<uint32_t> sweep_at_{0};
 };
 
 }  // namespace kv

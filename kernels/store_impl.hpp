@@ -158,7 +158,7 @@ class StoreImpl final : public Store {
   void run_sync();
   void sync_data();
   void advance_epoch();
-  void punch_some(uint32_t ranges_max, bool at_once);
+  void punch_some(uint64_t ms_max, size_t look, uint64_t after_ms);
   void remove_empty_segments();
   void replace_index();
   bool pause(uint32_t ms);   // false: stopping

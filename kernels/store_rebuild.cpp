@@ -39,7 +39,7 @@ void StoreImpl::clean_segment(const std::shared_ptr<Segment>& segment, std::vect
     if (size > end && ftruncate(segment->fd(), off_t(end)) == 0) counters_.orphan_bytes += size - end;
     segment->append_at = end;
     segment->end_known = true;
-    if (segments_.seal(*segment) != Status::OK) counters_.io_errors++;
+    if (segments_.seal(segment) != Status::OK) counters_.io_errors++;
   } else if (segment->append_at > end) {
     free_gap(end, segment->append_at);
   }

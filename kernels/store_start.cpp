@@ -60,7 +60,7 @@ bool read_trailer(int fd, uint32_t segment, uint64_t& data_end) {
 StoreImpl::StoreImpl(const StoreConfig& config)
     : config_(checked(config)),
       lock_(std::make_unique<DirLock>(config_.dir)),
-      segments_(config_.dir + "/segments", config_.segment_bytes),
+      segments_(config_.dir + "/segments", config_.segment_bytes, config_.strict_sync),
       pins_(config_.pins_max) {
   for (uint32_t c = 0; c < CLASSES_MAX; c++) retention_[c] = config_.retention_seconds[c];
   const uint64_t ghost_bytes_max = std::max<uint64_t>(1 << 20, config_.capacity_bytes ? config_.capacity_bytes / 2000 : 256ull << 20);
@@ -339,7 +339,7 @@ void StoreImpl::close_cleanly() {
   segments_.close_active();
   bool sound = started_;
   if (started_)
-    for (const auto& segment : segments_.to_seal()) sound = segments_.seal(*segment) == Status::OK && sound;
+    for (const auto& segment : segments_.to_seal()) sound = segments_.seal(segment) == Status::OK && sound;
   sync_data();
   with_index([&](Index& index) { index.sync(); });
   // A start scan that was cut short left tails unsealed: the next start must look at them as after a kill.

@@ -311,3 +311,40 @@ def test_strict_mode_stores_and_restarts_alike(tmp_path: Path) -> None:
     assert store.wait_started(10) and store.stats()["start_mode"] == "killed"
     assert all(read(store, r) == (OK, build(r)) for r in records)
     store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB of its own."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mounted)], capture_output=True)
+    if made.returncode:
+        pytest.skip("may not mount a file system here")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+@pytest.mark.parametrize("reserve", [0, 8 << 20], ids=["to the last byte", "with a reserve"])
+def test_a_full_disk_is_an_answer_and_writes_come_back_with_space(small_disk: Path, reserve: int) -> None:
+    store = Store(str(small_disk / "data"), segment_bytes=4 << 20, disk_reserve_bytes=reserve)
+    records, status, n = [], OK, 0
+    while status == OK:
+        r = record_of(n, blocks=8, plane_bytes=(200_000,))
+        n += 1
+        status = store.put(build(r))
+        records += [r] if status == OK else []
+    assert status == NO_SPACE and len(records) > 50
+    assert all(read(store, r) == (OK, build(r)) for r in records)
+    assert [store.put(build(record_of(n + more, blocks=8, plane_bytes=(200_000,)))) for more in range(5)] == [NO_SPACE] * 5
+    rows = [row for _, row, _ in store.peek(2, OWNER, 1000)]
+    assert len(store.evict(rows[: len(rows) // 2], 2)) == len(rows) // 2
+    store.flush()
+    for more in range(2000):  # the free space is looked at once a second
+        if store.put(build(record_of(n + more, blocks=8, plane_bytes=(200_000,)))) == OK:
+            break
+        store.wait_pressure(0.01)
+    else:
+        pytest.fail("writes did not come back")
+    assert store.check_integrity(deep=True) == [] and store.stats()["index_faults_total"] == 0
+    store.close()
