@@ -125,7 +125,7 @@ bool StoreImpl::rebuild_one(const std::shared_ptr<Segment>& segment) {
 }
 
 bool StoreImpl::recover_entries(const std::shared_ptr<Segment>& segment, const Heads& heads, Ranges& owned) {
-  constexpr size_t BATCH = 256;
+  constexpr size_t BATCH = 1024;   // about 10 ms under the mutex; a segment of full extents has 400
   for (size_t at = 0; at < heads.size(); at += BATCH) {
     std::vector<PutOp> ops;
     std::vector<size_t> from;
@@ -145,6 +145,7 @@ bool StoreImpl::recover_entries(const std::shared_ptr<Segment>& segment, const H
     }
     std::vector<PutOp*> batch;
     for (PutOp& op : ops) batch.push_back(&op);
+    std::sort(batch.begin(), batch.end(), [](const PutOp* a, const PutOp* b) { return a->key < b->key; });
     const bool looked = with_index([&](Index& index) {
       std::lock_guard commit(commit_mutex_);
       commit_batch(batch);
