@@ -72,8 +72,6 @@ void will_need(int fd, uint64_t offset, uint64_t bytes) {
 
 namespace {
 
-constexpr uint64_t COPY_BYTES = 16 << 10;           // pieces up to this are read into memory: cheaper than one sendfile each
-
 // The whole of it, or an error status.
 Status read_all(int fd, uint8_t* to, uint64_t bytes, uint64_t offset) {
   while (bytes) {

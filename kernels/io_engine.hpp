@@ -16,7 +16,10 @@
 
 namespace kv {
 
-// A run of bytes of one item: in memory, or in a file.
+// Pieces up to this size are gathered in memory and sent together: cheaper than one sendfile or sendmsg each.
+inline constexpr uint64_t COPY_BYTES = 16 << 10;
+
+// A run of bytes of one item: in memory (until the next fetch if it is no longer than COPY_BYTES, else until sent), or in a file.
 struct Source {
   const uint8_t* memory = nullptr;
   int fd = -1;

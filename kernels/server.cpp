@@ -137,7 +137,7 @@ nb::dict stats_of(Server& server) {
   const std::pair<const char*, const Counter*> singles[] = {
       {"bytes_in", &s.bytes_in}, {"bytes_out", &s.bytes_out}, {"connections", &s.connections}, {"connections_opened", &s.connections_opened},
       {"connections_refused", &s.connections_refused}, {"connections_idle_closed", &s.connections_idle_closed},
-      {"connections_cut", &s.connections_cut}, {"frames_malformed", &s.frames_malformed}, {"read_head_bytes", &s.read_head_bytes},
+      {"connections_cut", &s.connections_cut}, {"frames_malformed", &s.frames_malformed}, {"faults", &s.faults}, {"read_head_bytes", &s.read_head_bytes},
       {"reads_direct", &s.reads_direct}, {"reads_direct_bytes", &s.reads_direct_bytes}, {"reads_cached", &s.reads_cached},
       {"reads_fell_back", &s.reads_fell_back}, {"epoch_seen", &s.epoch_seen}};
   for (auto& [name, c] : singles) d[name] = c->load(std::memory_order_relaxed);

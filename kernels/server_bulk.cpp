@@ -152,7 +152,7 @@ BulkLoop::Step BulkLoop::send_items(Conn& conn, BulkRequest& request, int64_t& b
   const auto* digests = reinterpret_cast<const uint8_t*>(e.view().digests(plane) + e.ask.first_block);
   conn.out.insert(conn.out.end(), sums, sums + 8ull * blocks);
   conn.out.insert(conn.out.end(), digests, digests + 16ull * blocks);
-  if (source.memory && source.fd >= 0) conn.out.insert(conn.out.end(), source.memory, source.memory + source.bytes);   // engine's scratch
+  if (source.memory && source.bytes <= COPY_BYTES) conn.out.insert(conn.out.end(), source.memory, source.memory + source.bytes);
   else b.tail = source;
   return Step::MOVED;
 }
@@ -222,7 +222,13 @@ void BulkLoop::open_extents(const std::shared_ptr<ReadJob>& job, int64_t& budget
     ExtentRead& e = job->extents[job->opened++];
     budget -= OPEN_COST_BYTES;
     e.opened = true;
-    e.status = e.items_left ? shared_.store.open_read(job->owner, e.ask, e.ref) : Status::NOT_FOUND;
+    if (!e.items_left) continue;
+    e.status = Status::INTERNAL;
+    try {
+      e.status = shared_.store.open_read(job->owner, e.ask, e.ref);
+    } catch (const std::exception&) {
+      add(shared_.stats.faults);
+    }
   }
   engine_->opened(job, first, job->opened);
 }

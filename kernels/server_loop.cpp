@@ -210,7 +210,7 @@ void Loop::run() {
   int tick_ms = TICK_MS;
   while (!stopping_.load()) {
     // Nothing connected: nobody to time out, sleep until woken.
-    const int timeout = !ready_.empty() ? 0 : conns_.empty() ? -1 : tick_ms;
+    const int timeout = !ready_.empty() ? 0 : hurried_ ? TICK_MS : conns_.empty() ? -1 : tick_ms;
     const int n = epoll_wait(epoll_, events, 128, timeout);
     if (n > 0) tick_ms = TICK_MS;
     for (int i = 0; i < n; i++) {
@@ -241,7 +241,13 @@ void Loop::run() {
       ready_.pop_front();
       if (!conn) continue;
       conn->ready = false;
-      switch (serve(*conn)) {
+      Turn turn = Turn::CLOSE;
+      try {
+        turn = serve(*conn);
+      } catch (const std::exception&) {   // no memory, or a fault below us: this connection's end, not the daemon's
+        add(shared_.stats.faults);
+      }
+      switch (turn) {
         case Turn::AGAIN: make_ready(*conn); break;
         case Turn::CLOSE: close(*conn); break;
         case Turn::REST:

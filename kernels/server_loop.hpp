@@ -90,6 +90,7 @@ class Loop {
   // CLOSING and LINGER, once nothing else is to be sent.
   Turn finish(Conn& conn);
 
+  bool hurried_ = false;     // tick even where nobody is waited for
   static constexpr uint64_t WAKE_TOKEN = 0, LISTEN_TOKEN = 1, FIRST_CONN = 16;
   ServerShared& shared_;
 

@@ -40,6 +40,7 @@ SmallLoop::~SmallLoop() {
 void SmallLoop::listen(bool on) {
   if (listening_ == on || listener_ < 0) return;
   listening_ = on;
+  hurried_ = !on && !shared_.draining.load();
   watch(listener_, LISTEN_TOKEN, on);
 }
 
@@ -159,7 +160,14 @@ SmallLoop::Parsed SmallLoop::parse(Conn& conn, const uint8_t*& at, const uint8_t
   conn.used_ns = now_ns();
   if (wire::body_check(body, header.body_bytes) != header.body_check) return refuse(conn, header, Status::CORRUPT);
   if (conn.phase == Phase::GREETING) return greet(conn, header, body);
-  const Status status = answer(conn, header, body);
+  const size_t before = conn.out.size();
+  Status status = Status::INTERNAL;
+  try {
+    status = answer(conn, header, body);
+  } catch (const std::exception&) {
+    add(shared_.stats.faults);
+    conn.out.resize(before);
+  }
   if (status == Status::BAD_REQUEST || status == Status::TOO_LARGE) return refuse(conn, header, status);
   if (status != Status::OK) append_bare(conn.out, header, status);
   shared_.stats.answered(op_of(header.verb), status, conn.used_ns);

@@ -43,7 +43,7 @@ struct ServerStats {
   Counter bytes_in{0}, bytes_out{0};
   Counter connections{0};                 // gauge
   Counter connections_opened{0}, connections_refused{0}, connections_idle_closed{0}, connections_cut{0};
-  Counter frames_malformed{0};
+  Counter frames_malformed{0}, faults{0};   // faults: exceptions caught; each ended one request or connection
   Counter read_head_bytes{0};             // gauge: heads and checks held for reads
   Counter reads_direct{0}, reads_direct_bytes{0}, reads_cached{0}, reads_fell_back{0};
   Counter epoch_seen{0};                  // newest epoch any peer named

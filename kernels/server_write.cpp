@@ -44,13 +44,19 @@ void Putter::run() {
     queue_.pop_front();
     lock.unlock();
     const RecordHead& head = RecordView{task.record.data()}.head();
-    Status status;
+    Status status = Status::INTERNAL;
     // Readers use the list of a record's own epoch, so a newer epoch than ours is fine (and tells us to look for it); a writer that is
     // behind would place extents where the map no longer wants them.
     const uint64_t epoch = shared_.epoch.load();
     if (task.bytes < sizeof(RecordHead)) status = Status::BAD_REQUEST;
     else if (head.magic == RECORD_MAGIC && head.write_epoch < epoch) status = Status::STALE_MAP;
-    else status = shared_.store.put(task.record.data(), task.bytes);
+    else {
+      try {
+        status = shared_.store.put(task.record.data(), task.bytes);
+      } catch (const std::exception&) {
+        add(shared_.stats.faults);
+      }
+    }
     if (status == Status::OK || status == Status::EXISTS) shared_.stats.saw_epoch(head.write_epoch);
     task.record = Arena::Buffer();
     Message done;

@@ -169,8 +169,11 @@ class Ended:
 class Daemon(Client):
     """`python -m kvstore.server` in its own process; starts in the constructor, which returns when it serves."""
 
-    def __init__(self, directory: Path, *arguments: str, id: str = "node-00", map_path: Path | None = None, tag: bytes = TAG) -> None:
-        self.process, self._lines = spawn(directory, *arguments, "--id", id, *(["--map", str(map_path)] if map_path else []))
+    def __init__(
+        self, directory: Path, *arguments: str, id: str = "node-00", map_path: Path | None = None, tag: bytes = TAG, nofile: int = 0
+    ) -> None:
+        """`nofile`: its limit of open descriptors."""
+        self.process, self._lines = spawn(directory, *arguments, "--id", id, *(["--map", str(map_path)] if map_path else []), nofile=nofile)
         self.stderr: list[str] = []
         self.ready = self._wait_ready()
         host, _, port = self.ready["address"].rpartition(":")
@@ -260,9 +263,11 @@ def daemon(directory: Path, *arguments: str, **options: Any) -> Iterator[Daemon]
 Lines = queue.Queue[tuple[str, str]]
 
 
-def spawn(directory: Path, *arguments: str) -> tuple[subprocess.Popen[str], Lines]:
+def spawn(directory: Path, *arguments: str, nofile: int = 0) -> tuple[subprocess.Popen[str], Lines]:
     """Starts a daemon; its output lines arrive in the queue as ("stdout" | "stderr", line), and ("end", "") at each stream's end."""
     command = [sys.executable, "-m", "kvstore.server", "--data", str(directory), "--capacity", "1GB", *arguments]
+    if nofile:
+        command = ["prlimit", f"--nofile={nofile}:{nofile}", *command]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
     lines: Lines = queue.Queue()

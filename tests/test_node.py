@@ -330,7 +330,7 @@ def test_a_line_every_interval_while_something_happens_and_none_when_idle(tmp_pa
 
     activity = Activity()
     ops = ("hello", "discover", "promise", "withdraw", "read", "write")
-    idle = {"requests": {op: {} for op in ops}, "bytes_in": 0, "bytes_out": 0, "connections_cut": 0, "frames_malformed": 0}
+    idle = {"requests": {op: {} for op in ops}, "bytes_in": 0, "bytes_out": 0, "connections_cut": 0, "frames_malformed": 0, "faults": 0}
     idle |= {"inflight": 0, "connections": 3}
     assert activity.line(idle, 0, 100, 10.0) == ""
     busy = {**idle, "requests": {**idle["requests"], "read": {0: 20}, "write": {0: 5, 2: 5}}, "bytes_out": 10**9, "connections_cut": 2}  # type: ignore[dict-item]  # a dict of counters

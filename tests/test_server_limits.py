@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 import time
@@ -232,3 +234,44 @@ def test_a_daemon_killed_in_mid_write_starts_again_without_the_half_record(tmp_p
         for plane in range(4):
             assert_item(bulk.receive().body, whole, plane)
         assert second.write(half) == [Status.OK]
+
+
+def test_a_daemon_out_of_descriptors_serves_the_others_and_accepts_again(tmp_path: Path) -> None:
+    with daemon(tmp_path, nofile=90) as server:
+        served = server.small()
+        waiting = [server.connect(None) for _ in range(100)]
+        until(lambda: server.descriptors() == 90, "it has no descriptor left")
+        assert served.ask(Verb.DISCOVER, wire.encode_discover([])).status == Status.OK
+        for each in waiting:
+            each.close()
+        assert server.small().ask(Verb.DISCOVER, wire.encode_discover([])).status == Status.OK
+        assert server.stop().code == 0
+
+
+def test_a_thousand_connections_cost_little_memory_and_new_ones_are_served(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with daemon(tmp_path) as server:
+            server.small().ask(Verb.DISCOVER, wire.encode_discover([]))
+            before = server.rss_bytes()
+            for i in range(1000):
+                server.connect(Role(i % 2))
+            assert server.small().ask(Verb.DISCOVER, wire.encode_discover([])).status == Status.OK
+            assert server.rss_bytes() - before < 16 << 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="closing a connection without a word needs CAP_NET_ADMIN")
+@pytest.mark.parametrize("role", Role)
+def test_a_peer_that_vanished_without_a_word_is_found_within_three_seconds(tmp_path: Path, role: Role) -> None:
+    tcp_repair = 19
+    with serving(tmp_path, progress_timeout_seconds=60.0) as server:
+        gone = server.connect(role)
+        gone.socket.setsockopt(socket.IPPROTO_TCP, tcp_repair, 1)
+        gone.close()
+        assert server.stats["connections"] == 1
+        began = time.monotonic()
+        until(lambda: server.stats["connections"] == 0, "it is found")
+        assert time.monotonic() - began < 3.0

@@ -17,7 +17,7 @@ class Activity:
     def line(self, server: Mapping[str, Any], used_bytes: int, capacity_bytes: int, seconds: float) -> str:
         """One line, "" if no request was answered since the last call."""
         now = {op: sum(by_status.values()) for op, by_status in server["requests"].items()}
-        now |= {key: int(server[key]) for key in ("bytes_in", "bytes_out", "connections_cut", "frames_malformed")}
+        now |= {key: int(server[key]) for key in ("bytes_in", "bytes_out", "connections_cut", "frames_malformed", "faults")}
         now["busy"] = sum(by_status.get(2, 0) for by_status in server["requests"].values())
         did = {key: value - self._last.get(key, 0) for key, value in now.items()}
         self._last = now
@@ -35,4 +35,4 @@ class Activity:
         return ", ".join(parts)
 
 
-_COMPLAINTS = (("busy", "busy"), ("cut", "connections_cut"), ("malformed", "frames_malformed"))
+_COMPLAINTS = (("busy", "busy"), ("cut", "connections_cut"), ("malformed", "frames_malformed"), ("faults", "faults"))
