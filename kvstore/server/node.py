@@ -18,6 +18,7 @@ import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 MAP_POLL_SECONDS: Final = 1.0
 CONTROL_GRACE_SECONDS: Final = 0.5
-DRAIN_SLICE_SECONDS: Final = 0.3
+SIGNAL_POLL_SECONDS: Final = 0.2
 
 
 class Node:
@@ -202,7 +203,12 @@ class Node:
                 if line := activity.line(self.server.stats(), self.store.stats()["used_bytes"], self.capacity_bytes, now - logged):
                     self.log.info(line)
                 logged = now
-        return self._stop()
+        # On a thread of its own, so that this one, the main thread, hears a second signal.
+        with ThreadPoolExecutor(1, "kvstore-stop") as stopper:
+            stopped = stopper.submit(self._stop)
+            while not stopped.done():
+                wait([stopped], SIGNAL_POLL_SECONDS)
+            return stopped.result()
 
     def request_stop(self) -> None:
         """Begins the drain; harmless twice. Safe in a signal handler."""
@@ -258,10 +264,7 @@ class Node:
         if self.control:
             self.control.set_ready(False)
         self.log.info(f"draining, at most {self._drain_seconds:g} s")
-        finished = False
-        while not finished and time.monotonic() - began < self._drain_seconds:
-            finished = self.server.drain(DRAIN_SLICE_SECONDS)  # short, so that a second signal is heard
-        self.drain_finished = finished
+        self.drain_finished = self.server.drain(self._drain_seconds)
         if not self.drain_finished:
             self.log.warn(f"{self.server.stats()['inflight']} requests were cut off after {self._drain_seconds:g} s")
         self._drained.set()
