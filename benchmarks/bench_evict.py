@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.harness import Bench, Figure, at_most, measures, percentile
 from benchmarks.pressure import Pressure
-from benchmarks.prompts import BLOCK_BYTES, bytes_of, chain_keys, pretouched, short_extents, store_in_turns
+from benchmarks.prompts import BLOCK_BYTES, are_bytes_of, chain_keys, pretouched, short_extents, store_in_turns
 from benchmarks.rig import NODES, rig
 from kvstore.client import ClientConfig, Ticket
 
@@ -57,7 +57,7 @@ def promise_broken(bench: Bench) -> dict[str, Figure]:
                 loaded = made.client.load(ticket, place).blocks
                 asked += 1
                 loaded_short += loaded < ticket.hit_blocks
-                broken += not np.array_equal(place[:loaded], bytes_of(chain_keys(seed, PROMPT_BLOCKS, "writer"))[:loaded])
+                broken += not are_bytes_of(chain_keys(seed, PROMPT_BLOCKS, "writer")[:loaded], place[:loaded])
     if broken:
         raise RuntimeError(f"{broken} loads gave wrong bytes")
     return {"promise_broken": Figure(loaded_short / asked, at_most(1e-4), f"{loaded_short} of {asked}; {missed} evicted before the lookup")}

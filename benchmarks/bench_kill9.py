@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.harness import Bench, Figure, at_least, at_most, measures
 from benchmarks.pressure import Pressure
-from benchmarks.prompts import bytes_of, chain_keys, pretouched
+from benchmarks.prompts import are_bytes_of, chain_keys, pretouched
 from benchmarks.rig import NODES, Rig, rig
 
 BLOCKS = 8
@@ -37,7 +37,7 @@ def check(made: Rig, seed: int, place: np.ndarray, tally: Tally) -> None:
     loaded = made.client.load(made.client.lookup(keys), place).blocks
     tally.checked += 1
     tally.missing += loaded < BLOCKS
-    tally.wrong += not np.array_equal(place[:loaded], bytes_of(keys)[:loaded])
+    tally.wrong += not are_bytes_of(keys[:loaded], place[:loaded])
 
 
 def run_kills(bench: Bench, kills: int, seed: int = 9) -> Tally:

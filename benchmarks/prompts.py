@@ -44,6 +44,11 @@ def bytes_of(keys: Blocks, out: Blocks | None = None) -> Blocks:
     return filled
 
 
+def are_bytes_of(keys: Blocks, blocks: Blocks) -> bool:
+    """Whether blocks (n, block_bytes) are what their keys stand for."""
+    return _native.verify_blocks(keys, BLOCK_BYTES, blocks) < 0
+
+
 def full_extents(blocks: int) -> list[int]:
     """Block counts of a chain stored at once."""
     return [min(FULL_EXTENT_BLOCKS, blocks - at) for at in range(0, blocks, FULL_EXTENT_BLOCKS)]
@@ -55,8 +60,8 @@ def short_extents(blocks: int, extents_of_600: int) -> list[int]:
     return [blocks * (i + 1) // extents - blocks * i // extents for i in range(extents)]
 
 
-def store_in_turns(client: Client, keys: Blocks, lengths: Sequence[int]) -> Blocks:
-    """Stores a chain as extents of these lengths, one store each; returns its bytes. Raises where one was not stored in full."""
+def store_in_turns(client: Client, keys: Blocks, lengths: Sequence[int]) -> None:
+    """Stores a chain as extents of these lengths, one store each. Raises where one was not stored in full."""
     data = bytes_of(keys)
     first = 0
     for length in lengths:
@@ -64,7 +69,6 @@ def store_in_turns(client: Client, keys: Blocks, lengths: Sequence[int]) -> Bloc
         if result.outcome is not StoreOutcome.STORED:
             raise RuntimeError(f"store of blocks {first} to {first + length} gave {result.outcome}")
         first += length
-    return data
 
 
 def pretouched(blocks: int) -> Blocks:
