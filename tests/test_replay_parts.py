@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from server_tools import make_record
 
+from kvstore import record
 from kvstore.errors import ConfigError, UsageError
 from kvstore.gc.policy import EvictionPolicy
 from kvstore.layout import PRESETS, Layout
@@ -41,6 +43,14 @@ def test_shape_counts_what_an_infinite_cache_stores() -> None:
     assert (shape.requests, shape.unique_blocks, shape.extents) == (4, 72, 4)
     spans = [(64, 0), (6, 1), (1, 2), (1, 0)]
     assert shape.record_bytes == sum(record_bytes(count, earlier, TINY, 10) for count, earlier in spans)
+
+
+@pytest.mark.parametrize(("blocks", "earlier"), [(1, 0), (37, 1), (59, 2), (60, 0), (64, 128)])
+@pytest.mark.parametrize("layout", [TINY, PRESETS["v41"]])
+def test_record_bytes_are_those_of_a_real_record(blocks: int, earlier: int, layout: Layout) -> None:
+    planes = [plane.bytes for plane in layout.planes()]
+    made = record.build(make_record(1, blocks=blocks, planes=planes, earlier=tuple(range(earlier)), start_block=999))
+    assert record_bytes(blocks, earlier, layout, 10) == record.padded_bytes(len(made))
 
 
 def test_true_blocks_cost_about_their_shards_and_tiny_ones_their_heads() -> None:

@@ -16,12 +16,12 @@ from kvstore.errors import UsageError
 from kvstore.extents import cut
 from kvstore.gc.policy import EvictionPolicy
 from kvstore.layout import Layout
+from kvstore.record import head_bytes_of, padded_bytes
 from kvstore.replay.exact import InfiniteCache
 from kvstore.replay.requests import Request
 from kvstore.units import parse_bytes
 
-RECORD_ALIGN_BYTES = 4096
-HEAD_BYTES = 256
+CHECK_BYTES = 24  # of each (plane, block): sum and digest
 EARLIER_MAX = 128
 
 
@@ -40,12 +40,10 @@ class TraceShape:
 
 
 def record_bytes(block_count: int, earlier_count: int, layout: Layout, k: int) -> int:
-    """Bytes on disk of one shard of an extent (kernels/record.hpp): head, checks, shards, padding to 4 KiB."""
+    """Bytes on disk of one shard of an extent: head, checks, shards, padding."""
     planes = layout.planes(k)
-    head = -(-(HEAD_BYTES + 8 * len(planes) + 4 * earlier_count) // 8) * 8 + 8 * block_count
-    checks = 24 * len(planes) * block_count
     shards = block_count * sum(plane.shard_bytes for plane in planes)
-    return -(-(head + checks + shards) // RECORD_ALIGN_BYTES) * RECORD_ALIGN_BYTES
+    return padded_bytes(head_bytes_of(len(planes), earlier_count, block_count) + CHECK_BYTES * len(planes) * block_count + shards)
 
 
 def shape_of(requests: Iterable[Request], layout: Layout, k: int) -> TraceShape:
