@@ -6,6 +6,7 @@ inside a control group whose memory is their own plus a quarter of the indexes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -33,7 +34,9 @@ from kvstore.server.local import LocalCluster
 
 PROMPTS = 6  # of each shape, looked up in turn
 INDEX_OVER_MEMORY = 4
-WARM_UP = 20  # connections
+WARM_UP = 50
+STARTED_SECONDS = 0.005  # lookups this fast: the start scan is over
+START_SECONDS_MAX = 60.0
 
 
 def lookup_seconds(rig: Rig, tokens: np.ndarray, expected_blocks: int) -> float:
@@ -80,12 +83,18 @@ def absent_lookups(bench: Bench, cluster: LocalCluster, index_bytes: list[int]) 
             how = "no memory limit to be had here: page cache dropped instead"
         client = stack.enter_context(Client(cluster.map, layout=LAYOUT))
         rig = Rig(cluster, client)
-        times = []
-        for number in range(-WARM_UP, bench.scale.samples):
-            took = lookup_seconds(rig, tokens_of(30_000 + number, bench.scale.chain_blocks), 0)
-            if number >= 0:
-                times.append(took)
-    return times, how
+        seeds = itertools.count(30_000)
+
+        def absent_seconds() -> float:
+            return lookup_seconds(rig, tokens_of(next(seeds), bench.scale.chain_blocks), 0)
+
+        # A daemon that has just started reads its index once, for the filter, and answers from the index meanwhile.
+        begin = time.monotonic()
+        while max(absent_seconds() for _ in range(WARM_UP)) > STARTED_SECONDS and time.monotonic() < begin + START_SECONDS_MAX:
+            pass
+        started = time.monotonic() - begin
+        times = [absent_seconds() for _ in range(bench.scale.samples)]
+    return times, f"{how}, filters full after {started:.1f} s"
 
 
 @measures("lookup_600_ms", "lookup_600_116_extents_ms", "daemon_rss_mb", "lookup_absent_p99_ms")
