@@ -12,11 +12,11 @@ void LoadJob::progress(std::unique_lock<std::mutex>& lock, uint32_t e, uint32_t 
   const uint64_t data = data_mask();
   for (;;) {
     if (over() || work.complete || work.decoding || work_[e]->failed || e >= cut_.load()) return;
-    const uint32_t settled = uint32_t(std::popcount((work.good | work.lost) & data));
+    const uint32_t settled = uint32_t(std::popcount((work.good | work.lost | work_[e]->spared) & data));
     if (work.ready_ns == 0 && settled + m_ >= k_) work.ready_ns = now_ns();
     if ((work.good & data) != data) {
       if (uint32_t(std::popcount(work.good)) < k_) {
-        if (work.lost | work.lagging) judge(e, p, todo);
+        if (work.lost | work.lagging | work_[e]->spared) judge(e, p, todo);
         return;
       }
       const uint64_t missing = data & ~work.good, blocked = missing & work.receiving;
@@ -104,7 +104,7 @@ bool LoadJob::drop_liars(uint32_t e, uint32_t p) {
   work.good &= ~(liars | work.decoded);   // what was rebuilt may come from a liar
   const uint64_t undone = work.decoded & ~work.lost;   // these came too late and were thrown away: asked again if nothing else helps
   work.revoked &= ~undone;
-  work.lagging |= undone;
+  work.turned_to &= ~undone;
   work_[e]->spared |= undone;
   work_[e]->late_asked &= ~undone;
   work.decoded = 0;

@@ -81,10 +81,7 @@ void LoadJob::start() {
     each(late, [&](uint32_t s) {   // who still owes an answer is not asked for another while others can stand in
       if (uint32_t(std::popcount(lost | w.spared)) < m_) w.spared |= bit(s);
     });
-    for (auto& plane : w.planes) {
-      plane.lost = lost;
-      plane.lagging = w.spared;
-    }
+    for (auto& plane : w.planes) plane.lost = lost;
     const uint64_t passed = lost | w.spared;
     for (uint32_t s = 0; s < k_; s++)
       if (!(passed & bit(s))) {
@@ -130,7 +127,7 @@ void LoadJob::start() {
   for (uint32_t e = 0; e < extents; e++) {
     std::lock_guard lock(work_[e]->mutex);
     for (uint32_t p = 0; p < plane_count_; p++)
-      if (work_[e]->planes[p].lost | work_[e]->planes[p].lagging) judge(e, p, todo);
+      if (work_[e]->planes[p].lost | work_[e]->spared) judge(e, p, todo);
   }
   run(todo);
   Loop& home = net.bulk_loop(home_++, false);   // loads take turns
@@ -337,29 +334,25 @@ void LoadJob::judge(uint32_t e, uint32_t p, Todo& todo) {
     todo.failed.push_back(e);
     return;
   }
-  uint32_t want = uint32_t(std::popcount(data_mask() & ~work.good & (work.lost | work.lagging))) + (work.doubted ? m_ : 0);
-  auto ask_late = [&](uint32_t s) {
-    if (w.late_asked & bit(s)) return;
-    w.late_asked |= bit(s);
-    if (work.lost) stats.late_asked_errors++;
-    todo.late.push_back({e, s});
+  uint32_t want = uint32_t(std::popcount(data_mask() & ~work.good & (work.lost | work.lagging | w.spared))) + (work.doubted ? m_ : 0);
+  auto turn_to = [&](uint32_t s) {
+    if (!(work.lagging & ~work.good & bit(s))) want--;   // one that lags itself is no help
+    if ((work.good | work.turned_to) & bit(s)) return;
+    work.turned_to |= bit(s);
+    work.turned_ns = now_ns();
+    if (s >= k_ && w.parity[s - k_].stream >= 0) {
+      todo.read.emplace_back(w.parity[s - k_].stream, w.parity[s - k_].item[p] + 1);
+    } else if (!(w.late_asked & bit(s))) {
+      w.late_asked |= bit(s);
+      if (work.lost) stats.late_asked_errors++;
+      todo.late.push_back({e, s});
+    }
   };
-  for (uint32_t i = 0; i < m_ && want; i++) {
-    const uint32_t s = w.parity_order[i];
-    if ((work.lost | w.spared) & bit(s)) continue;
-    if (!(work.lagging & ~work.good & bit(s))) want--;
-    if (work.good & bit(s)) continue;
-    const ParityAsk& ask = w.parity[s - k_];
-    if (ask.stream >= 0)
-      todo.read.emplace_back(ask.stream, ask.item[p] + 1);
-    else
-      ask_late(s);
-  }
+  for (uint32_t i = 0; i < m_ && want; i++)
+    if (!((work.lost | w.spared) & bit(w.parity_order[i]))) turn_to(w.parity_order[i]);
   // The last resort: nodes that owe other answers, or did not have the shard at lookup.
-  each(w.spared & ~(work.lost | work.good), [&](uint32_t s) {
-    if (want == 0) return;
-    want--;
-    ask_late(s);
+  each(w.spared & ~work.lost & ~(work.good & data_mask()), [&](uint32_t s) {
+    if (want) turn_to(s);
   });
 }
 
@@ -449,21 +442,15 @@ void LoadJob::tick() {
       PlaneWork& work = w.planes[p];
       if (work.complete || work.decoding || work.ready_ns == 0) continue;
       uint64_t fresh = 0;
-      each(data_mask() & ~(work.good | work.lost | work.lagging), [&](uint32_t s) {
+      each(data_mask() & ~(work.good | work.lost | work.lagging | w.spared), [&](uint32_t s) {
         const Stream& stream = *streams[size_t(data_stream_[e][s])];
         const int64_t quiet = now - stream.last_ns.load(std::memory_order_relaxed);
         if (now - work.ready_ns > delay || quiet > 2 * delay) fresh |= bit(s);
         if (fresh & bit(s) && quiet > delay) shared_->net->nodes[stream.node]->mark_late(now);
       });
-      if (!fresh && work.lagging && now - work.lagged_ns > delay) {   // the parity it turned to lags, too
-        each(~(data_mask() | work.good | work.lost | work.lagging) & ((uint64_t(1) << (k_ + m_)) - 1), [&](uint32_t s) {
-          const ParityAsk& ask = w.parity[s - k_];
-          if (ask.stream >= 0 && streams[size_t(ask.stream)]->read_until.load() > ask.item[p]) fresh |= bit(s);
-        });
-      }
+      if (!fresh && now - work.turned_ns > delay) fresh = work.turned_to & ~(work.good | work.lost | work.lagging);   // what it turned to lags, too
       if (!fresh) continue;
       work.lagging |= fresh;
-      work.lagged_ns = now;
       stats.lagging_shards += uint32_t(std::popcount(fresh));
       judge(e, p, todo);
     }

@@ -155,10 +155,12 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   friend class ReadConn;
   struct PlaneWork {
     uint64_t good = 0, lost = 0, receiving = 0, revoked = 0;   // places, by shard
-    uint64_t revoke_wanted = 0, decoded = 0, lagging = 0;
+    uint64_t revoke_wanted = 0, decoded = 0;
+    uint64_t lagging = 0;      // asked, and later than the others
+    uint64_t turned_to = 0;    // read or asked in the place of others
     bool complete = false, decoding = false, doubted = false;
     int64_t ready_ns = 0;      // all but m of the data shards are there or lost
-    int64_t lagged_ns = 0;     // when the last shard was called lagging
+    int64_t turned_ns = 0;     // when it last turned to another shard
     uint8_t* parity[M_MAX] = {};
   };
   struct ParityAsk {

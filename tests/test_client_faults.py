@@ -252,3 +252,18 @@ def test_bytes_of_another_block_never_pass(stored: Stored) -> None:
     result, place = load(stored.client, stored.ticket)
     assert result.blocks == 20 and result.bad_shards == 1 and np.array_equal(place, stored.data)
     assert np.array_equal(place, bytes_of(stored.keys, SMALL))
+
+
+@pytest.mark.parametrize("held", [(4,), (4, 10), (4, 11), (10, 11)], ids=str)
+@pytest.mark.parametrize("owing", [(2,), (2, 6), (2, 10), (10, 11)], ids=str)
+def test_nodes_that_owe_other_answers_are_asked_when_nothing_else_helps(
+    stored: Stored, owing: tuple[int, ...], held: tuple[int, ...]
+) -> None:
+    gate = stored.cluster.gate()
+    load(stored.client, stored.ticket)
+    for shard in held:
+        stored.rule(shard, hold(gate))
+    stored.client._core.mark_late(np.array([stored.holder(shard) for shard in owing], np.uint32))
+    result, place = load(stored.client, stored.ticket, deadline_seconds=5.0)
+    assert result.blocks == 20 and result.seconds < 2.0 and np.array_equal(place, stored.data)
+    gate.open()
