@@ -18,7 +18,7 @@ check: setup    ## style, types, warnings as errors, generated files
 	@scripts/check
 
 format: setup   ## writes the sources in the house format
-	@.venv/bin/ruff format . && .venv/bin/ruff check --fix .
+	@.venv/bin/ruff format kvstore benchmarks tests scripts && .venv/bin/ruff check --fix .
 
 bench: setup    ## measures what docs/PERFORMANCE.md promises, writes bench-results.json; ARGS='--only ID --smoke'
 	@scripts/build-raw

@@ -162,9 +162,7 @@ class Lookup:
                 out.append(Candidate(start, start + match, row))
         return out
 
-    def _doubtful(
-        self, call: _native.ClientDiscover, found: Records, candidates: list[Candidate], reach: int, checked: Flags
-    ) -> I32:
+    def _doubtful(self, call: _native.ClientDiscover, found: Records, candidates: list[Candidate], reach: int, checked: Flags) -> I32:
         """Keys whose "no" decides where the walk stops, and that were not checked yet."""
         known = np.zeros(len(checked), bool)
         known[[c.start for c in candidates]] = True

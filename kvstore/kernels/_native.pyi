@@ -244,6 +244,7 @@ class Store:
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters (kernels/store_check.cpp), numbers; and start_mode, start_reason, last_fault, texts."""
+
 # --- client.cpp: use kvstore.client, which checks arguments. ValueError for shapes that do not fit; Closed; MisuseError after a fork.
 
 FOUND_BYTES: int
