@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,9 @@ from hypothesis import settings
 # No deadline for one example: the first of a test pays for imports, and machines are shared. pytest's own timeout stands.
 settings.register_profile("kvstore", deadline=None)
 settings.load_profile("kvstore")
+
+# A shell that starts us in the background has SIGINT ignored, and our daemons and commands would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FULL_SIZE = os.environ.get("SIZE", "") == "full"
 

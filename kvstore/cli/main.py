@@ -95,6 +95,9 @@ def main(argv: Sequence[str]) -> int:
             out.finish(code)
             sys.stdout.flush()
             return code
+        except SystemExit:  # --help and --version: written here, or the interpreter complains of a reader that went away
+            sys.stdout.flush()
+            raise
         except KvstoreError as error:
             if debug:
                 traceback.print_exc()

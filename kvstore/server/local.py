@@ -137,7 +137,16 @@ class LocalCluster:
         if process is not None:
             process.send_signal(signal.SIGCONT)
             self.kill(node, signal.SIGTERM)
+        self._await_ports(node)
         self._start_nodes([node])
+
+    def _await_ports(self, node: int) -> None:
+        """The ports of a daemon that was killed a moment ago may still be held by what is left of it."""
+        entry = self.map.nodes[node]
+        ports = [int(address.rpartition(":")[2]) for address in (entry.address, entry.admin_address, entry.metrics_address) if address]
+        deadline = time.monotonic() + self.stop_seconds
+        while not all(port_is_free(port) for port in ports) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def alive(self, node: int) -> bool:
         process = self._processes[node]
