@@ -17,7 +17,9 @@ namespace {
 constexpr uint32_t PIN_SECONDS_MAX = 600;
 constexpr double MAP_SHARE_MAX = 0.85;   // of the index's map: copy on write needs free pages to delete, too
 constexpr int64_t FREEING_BYTES_MAX = 256 << 20;
-constexpr size_t REPLY_BYTES_MAX = wire::SMALL_BODY_MAX - 4096;
+constexpr uint32_t WITHDRAWALS_PER_COMMIT = 64;
+// Looked at between keys: eight writings of one key take 8.7 kB at most.
+constexpr size_t REPLY_BYTES_MAX = wire::SMALL_BODY_MAX - 16384;
 
 // Ends a window in which a lookup may hand out a place; deletions wait until the windows of their time are over.
 class Window {
@@ -243,19 +245,23 @@ void StoreImpl::promise(const wire::PromiseRequest& request, const wire::Writing
 }
 
 void StoreImpl::withdraw(const Owner& owner, const wire::WritingName* names, uint32_t count, uint32_t* statuses) {
-  for (uint32_t i = 0; i < count; i++) {
-    const NameKey name = name_key(owner, names[i].extent_key, names[i].write_id);
-    // The tombstone first: a shard of this writing that is being stored right now must not come after it.
-    if (!tombstones_.add(name, now_seconds())) {
+  for (uint32_t at = 0; at < count; at += WITHDRAWALS_PER_COMMIT) {
+    std::vector<Prefix> prefixes;
+    std::vector<uint32_t> ordinals, removed;
+    for (uint32_t i = at; i < std::min(count, at + WITHDRAWALS_PER_COMMIT); i++) {
+      const EntryKey from = entry_key(owner, names[i].extent_key, names[i].write_id, 0);
       statuses[i] = uint32_t(Status::BUSY);
-      continue;
+      // The tombstone first: a shard of this writing that is being stored right now must not come after it.
+      if (!tombstones_.add(name_of_entry(from), now_seconds())) continue;
+      prefixes.push_back({from, NAME_BYTES});
+      ordinals.push_back(i);
     }
-    uint32_t removed = 0;
-    const bool looked = with_index([&](Index&) {
-      removed = remove_where(entry_key(owner, names[i].extent_key, names[i].write_id, 0), NAME_BYTES, GhostReason::WITHDRAWN);
-    });
-    counters_.withdrawn += removed;
-    statuses[i] = uint32_t(!looked ? Status::BUSY : removed ? Status::OK : Status::NOT_FOUND);
+    bool room = true;
+    if (!with_index([&](Index&) { room = remove_all(prefixes, GhostReason::WITHDRAWN, removed); })) continue;
+    for (size_t n = 0; n < ordinals.size(); n++) {
+      statuses[ordinals[n]] = uint32_t(!room ? Status::NO_SPACE : removed[n] ? Status::OK : Status::NOT_FOUND);
+      counters_.withdrawn += room ? removed[n] : 0;
+    }
   }
 }
 
@@ -296,7 +302,7 @@ Status StoreImpl::open_read(const Owner& owner, const wire::ReadExtent& extent, 
   });
   if (status == Status::NOT_FOUND) counters_.reads_absent++;
   if (status == Status::IO_ERROR) counters_.io_errors++;
-  if (file_gone) with_index([&](Index&) { counters_.corrupt_found += remove_where(name, ENTRY_KEY_BYTES, GhostReason::CORRUPT); });
+  if (file_gone) drop_corrupt(name);
   return status;
 }
 
@@ -405,7 +411,7 @@ void StoreImpl::report_corrupt(const Owner& owner, const uint8_t* extent_key, ui
   if (SegmentFiles::read_all(ref.fd(), bytes, ref.record_bytes, ref.offset) && check_record(bytes, ref.record_bytes) == Status::OK &&
       entry_key_of(RecordView{bytes}) == name)
     return;
-  with_index([&](Index&) { counters_.corrupt_found += remove_where(name, ENTRY_KEY_BYTES, GhostReason::CORRUPT); });
+  drop_corrupt(name);
 }
 
 }  // namespace kv

@@ -187,35 +187,49 @@ bool StoreImpl::commit_removals(MDB_txn* txn, const std::vector<Removed>& remove
   return true;
 }
 
-// Removes all entries whose key begins with the first `prefix_bytes` of `from`, pinned or not. Returns how many went.
-uint32_t StoreImpl::remove_where(const EntryKey& from, size_t prefix_bytes, GhostReason reason) {
+// Removes, in one transaction, all entries whose key begins with one of `prefixes`, pinned or not; counts[i] says how many went.
+// False: no space to delete in; nothing happened.
+bool StoreImpl::remove_all(const std::vector<Prefix>& prefixes, GhostReason reason, std::vector<uint32_t>& counts) {
   std::lock_guard commit(commit_mutex_);
-  std::vector<Removed> removed;
-  const NameKey name = name_of_entry(from);
-  pins_.begin_delete(name, now_seconds(), true);
+  counts.assign(prefixes.size(), 0);
+  for (const Prefix& p : prefixes) pins_.begin_delete(name_of_entry(p.from), now_seconds(), true);
+  const auto end = [&] {
+    for (const Prefix& p : prefixes) pins_.end_delete(name_of_entry(p.from));
+  };
+  bool room = true;
   try {
+    std::vector<Removed> removed;
     WriteTxn txn(*index_);
-    for (;;) {
-      MDB_cursor* cursor = txn.cursor(index_->extents);
-      MDB_val key = {prefix_bytes, const_cast<uint8_t*>(from.data())}, value;
-      const int rc = mdb_cursor_get(cursor, &key, &value, MDB_SET_RANGE);
-      mdb_cursor_close(cursor);
-      if (rc && rc != MDB_NOTFOUND) throw IndexFault("delete", rc);
-      if (rc || !has_prefix(key, from.data(), prefix_bytes)) break;
-      Entry entry;
-      if (!decode_entry(key, value, entry)) throw IndexFault("value", MDB_CORRUPTED);
-      EntryKey found;
-      std::memcpy(found.data(), key.mv_data, ENTRY_KEY_BYTES);
-      remove_entry(txn.txn, found, entry, reason, removed);
-    }
-    if (!removed.empty() && !commit_removals(std::exchange(txn.txn, nullptr), removed)) removed.clear();
+    for (size_t i = 0; i < prefixes.size(); i++)
+      for (;; counts[i]++) {
+        MDB_cursor* cursor = txn.cursor(index_->extents);
+        MDB_val key = {prefixes[i].bytes, const_cast<uint8_t*>(prefixes[i].from.data())}, value;
+        const int rc = mdb_cursor_get(cursor, &key, &value, MDB_SET_RANGE);
+        mdb_cursor_close(cursor);
+        if (rc && rc != MDB_NOTFOUND) throw IndexFault("delete", rc);
+        if (rc || !has_prefix(key, prefixes[i].from.data(), prefixes[i].bytes)) break;
+        Entry entry;
+        if (!decode_entry(key, value, entry)) throw IndexFault("value", MDB_CORRUPTED);
+        EntryKey found;
+        std::memcpy(found.data(), key.mv_data, ENTRY_KEY_BYTES);
+        remove_entry(txn.txn, found, entry, reason, removed);
+      }
+    if (!removed.empty()) room = commit_removals(std::exchange(txn.txn, nullptr), removed);
   } catch (const IndexFault& why) {
-    pins_.end_delete(name);
+    end();
     if (!out_of_space(why.code)) throw;
-    return 0;
+    return false;
   }
-  pins_.end_delete(name);
-  return uint32_t(removed.size());
+  end();
+  return room;
+}
+
+// A shard whose bytes are bad or gone.
+void StoreImpl::drop_corrupt(const EntryKey& key) {
+  with_index([&](Index&) {
+    std::vector<uint32_t> counts;
+    if (remove_all({{key, ENTRY_KEY_BYTES}}, GhostReason::CORRUPT, counts)) counters_.corrupt_found += counts[0];
+  });
 }
 
 std::vector<Evicted> StoreImpl::evict(const std::vector<RecencyKey>& rows, GhostReason reason) {

@@ -98,6 +98,10 @@ class StoreImpl final : public Store {
     Status status = Status::INTERNAL;
     bool done = false;
   };
+  struct Prefix {
+    EntryKey from;
+    size_t bytes;                // of it
+  };
   struct Removed {
     EntryKey key;
     EntryFixed fixed;
@@ -128,7 +132,8 @@ class StoreImpl final : public Store {
   Status insert_entry(MDB_txn* txn, MDB_cursor* cursor, const PutOp& op, bool& first_of_group);
   void remove_entry(MDB_txn* txn, const EntryKey& key, const Entry& entry, GhostReason reason, std::vector<Removed>& removed);
   bool commit_removals(MDB_txn* txn, const std::vector<Removed>& removed);   // false: no space to delete; nothing happened
-  uint32_t remove_where(const EntryKey& from, size_t prefix_bytes, GhostReason reason);
+  bool remove_all(const std::vector<Prefix>& prefixes, GhostReason reason, std::vector<uint32_t>& counts);
+  void drop_corrupt(const EntryKey& key);
   void account(const EntryKey& key, const EntryFixed& fixed, int sign);
   bool in_totals(const uint8_t* key) const;
   void filter_insert(const uint8_t* key);
@@ -141,6 +146,7 @@ class StoreImpl final : public Store {
   void open_index(bool discard);
   void run_start();
   bool scan_index(bool with_totals, Ranges* owned);   // false: stopped
+  void warm_index();
   void load_freed();
   void close_cleanly();
   void fault(const std::exception& why);

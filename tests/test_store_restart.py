@@ -191,6 +191,44 @@ def test_a_damaged_record_in_an_unsealed_segment_is_dropped_and_those_behind_it_
     store.close()
 
 
+@pytest.mark.parametrize("seed", range(40 if KILLS == 100 else 8))
+def test_a_power_loss_that_drops_tears_and_zeroes_unsynced_writes_costs_only_what_it_hit(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    store = Store(str(tmp_path), segment_bytes=1 << 18)
+    records, places = [record_of(n) for n in range(150)], []
+    for r in records:
+        assert store.put(build(r)) == OK
+        ref = store.open_read(OWNER, r.extent_key, r.write_id, 0)
+        places.append((f"{ref.segment:08x}.seg", ref.offset))
+        ref.close()
+    store.close(clean=False)
+    hit = set()
+    for n in rng.sample(range(150), 60):
+        name, offset = places[n]
+        size = padded_bytes(len(build(records[n])))
+        first = rng.randrange(0, size, 512)
+        torn = min(size - first, 512 * rng.randrange(1, 9))
+        with (tmp_path / "segments" / name).open("r+b") as f:
+            f.seek(offset + first)
+            before = f.read(torn)
+            after = bytes(torn) if rng.random() < 0.5 else build(rng.choice(records))[:torn].ljust(torn, b"\0")
+            f.seek(offset + first)
+            f.write(after)
+        if first < len(build(records[n])) and before != after:
+            hit.add(n)
+    change_state(tmp_path, boot="another-boot")
+    store = Store(str(tmp_path), segment_bytes=1 << 18)
+    assert store.wait_started(30)
+    for n, r in enumerate(records):
+        status, raw = read(store, r)
+        assert status in (OK, NOT_FOUND) and (status == NOT_FOUND or raw == build(r))
+        assert n in hit or status == OK, f"record {n} was not touched"
+    assert store.check_integrity(deep=True) == []
+    store.flush()
+    assert allocated(tmp_path) - footers(tmp_path) == store.stats()["used_bytes"]
+    store.close()
+
+
 def test_a_torn_footer_is_no_footer(tmp_path: Path) -> None:
     records = filled(tmp_path)
     Store(str(tmp_path)).close()

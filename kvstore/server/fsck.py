@@ -99,7 +99,12 @@ def fsck(data_dir: str | Path, repair: bool = False, progress: Progress | None =
 
 @contextmanager
 def _held(directory: Path) -> Iterator[None]:
-    with (directory / "LOCK").open("a+") as lock:
+    try:
+        lock = (directory / "LOCK").open("a+")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError("E122", f"data directory {directory}", reason, "run it as the user of the daemon") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -206,11 +211,15 @@ def _is_there(fd: int, offset: int, head: bytes) -> bool:
 
 
 def _check_record(fd: int, number: int, place: _Place, report: FsckReport) -> bool:
-    raw = os.pread(fd, place.record_bytes, place.offset_bytes)
     report.records += 1
-    report.record_bytes += len(raw)
-    status = _native.check_record(raw)
-    problem = "" if status == 0 else f"fails its checks (status {status})"
+    report.record_bytes += place.record_bytes
+    problem = ""
+    try:
+        raw = os.pread(fd, place.record_bytes, place.offset_bytes)
+    except OSError as error:
+        raw, problem = b"", f"cannot be read: {(error.strerror or str(error)).lower()}"
+    if not problem and (status := _native.check_record(raw)):
+        problem = f"fails its checks (status {status})"
     if not problem and place.key != b"-":
         head = parse_head(raw)
         assert isinstance(head, Head)
