@@ -163,6 +163,7 @@ class StoreImpl final : public Store {
   void run_maintenance();
   void run_sync();
   void sync_data();
+  void look_at_disk();
   void advance_epoch();
   void punch_some(uint64_t ms_max, size_t look, uint64_t after_ms);
   void remove_empty_segments();

@@ -26,6 +26,11 @@ bool StoreImpl::pause(uint32_t ms) {
   return !stopping_;
 }
 
+void StoreImpl::look_at_disk() {
+  struct statvfs fs{};
+  if (statvfs(config_.dir.c_str(), &fs) == 0) disk_free_ = int64_t(fs.f_bavail) * int64_t(fs.f_frsize);
+}
+
 void StoreImpl::run_maintenance() {
   uint64_t last_second = 0, last_purge = 0;
   while (pause(TICK_MS)) {
@@ -37,8 +42,7 @@ void StoreImpl::run_maintenance() {
     const uint64_t now = boottime_ms();
     if (now - last_second >= 1000) {
       last_second = now;
-      struct statvfs fs{};
-      if (statvfs(config_.dir.c_str(), &fs) == 0) disk_free_ = int64_t(fs.f_bavail) * int64_t(fs.f_frsize);
+      look_at_disk();
       with_index([&](Index& index) { map_share_ = index.map_share(Index::Reader(index).txn); });
       flush_touches();
       if (now - last_purge >= 10000) {
@@ -140,6 +144,7 @@ void StoreImpl::punch_some(uint64_t ms_max, size_t look, uint64_t after_ms) {
     i = next;
   }
   if (punched.empty()) return;
+  look_at_disk();   // writes that wait for room need not wait for the next look
   const bool noted = with_index([&](Index& index) {
     std::lock_guard commit(commit_mutex_);
     MDB_txn* txn = index.begin_write();

@@ -205,9 +205,9 @@ def _record_bytes(head: bytes) -> int:
 
 
 def _is_there(fd: int, offset: int, head: bytes) -> bool:
-    """Whether a record named by a footer is still there; freed ones are holes."""
-    runs = list(data_runs(fd, offset, offset + _record_bytes(head)))
-    return runs == [(offset, offset + _record_bytes(head))]
+    """Whether a record named by a footer is still there; freed ones are holes, or, where a copy filled those, no longer have their head."""
+    end = offset + _record_bytes(head)
+    return list(data_runs(fd, offset, end)) == [(offset, end)] and os.pread(fd, len(head), offset) == head
 
 
 def _check_record(fd: int, number: int, place: _Place, report: FsckReport) -> bool:
