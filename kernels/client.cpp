@@ -443,6 +443,9 @@ void bind_client(nanobind::module_& m) {
           },
           "timeout_seconds"_a)
       .def("call_many", &call_many, "requests"_a, "timeout_seconds"_a, "enough"_a = 0)
+      .def("retry_down", [](ClientCore& core) {
+        for (auto& node : core.net->nodes) node->down_until_ns.store(0, std::memory_order_relaxed);
+      })
       .def("mark_late", [](ClientCore& core, const Words1& nodes) {
         for (size_t i = 0; i < nodes.shape(0); i++)
           if (nodes(i) < core.net->nodes.size()) core.net->nodes[nodes(i)]->mark_late(now_ns());

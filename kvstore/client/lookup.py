@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.client.config import ClientConfig
-from kvstore.client.native import FOUND, I32, PROMISE_PIN, PROMISE_TOUCH, SILENT, U8, Flags, Records, names_of
+from kvstore.client.native import DOWN, FOUND, I32, PROMISE_PIN, PROMISE_TOUCH, SILENT, U8, Flags, Records, names_of
 from kvstore.client.planner import Planner
 from kvstore.client.promises import Promises
 from kvstore.client.values import Accept
@@ -82,6 +82,7 @@ class Lookup:
         self._bucket = bucket
         self._now = now
         self._refused: set[tuple[int, int]] = set()  # (start, write id) with too few shards
+        self._retried = False  # nodes held for down were asked all the same
         self._absent: dict[tuple[int, int], int] = {}  # promised in this lookup: shards that are not there
 
     def run(self, keys: U8, deadline: float) -> Hit:
@@ -218,6 +219,11 @@ class Lookup:
                 continue
             self._absent[name] = done & ~mask
             self._promises.put(key, name[1], self._bucket, self._class_id, self._now, done & ~mask)
+        if short and not self._retried and (self._core.health() == DOWN).any():
+            # A node that was down a moment ago may be back, and now it decides: not asking it would be a miss that need not be.
+            self._retried = True
+            self._core.retry_down()
+            return self._promise(keys, found, pieces, deadline)
         return short
 
     def _await_promises(self, call: _native.ClientPromise, deadline: float) -> None:

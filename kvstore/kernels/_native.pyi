@@ -373,6 +373,7 @@ class ClientCore:
         """(node, verb, body) each; answers (status or fault, -1: none yet; body) in the same order."""
 
     def mark_late(self, nodes: _U32) -> None: ...
+    def retry_down(self) -> None: ...
     def health(self) -> _U8:
         """By node: 0 healthy, 1 owes an answer that is late, 2 has for half a second, 3 held for down."""
 
