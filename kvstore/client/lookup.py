@@ -82,12 +82,13 @@ class Lookup:
         self._bucket = bucket
         self._now = now
         self._refused: set[tuple[int, int]] = set()  # (start, write id) with too few shards
-        self._retried = False  # nodes held for down were asked all the same
+        self._some_down = False  # when it began: such nodes were not asked
         self._absent: dict[tuple[int, int], int] = {}  # promised in this lookup: shards that are not there
 
     def run(self, keys: U8, deadline: float) -> Hit:
         """`deadline` on time.monotonic()."""
         health = self._core.health()
+        self._some_down = bool((health == DOWN).any())
         plan = Planner(self._placements, keys, health)
         call = self._core.discover(self._owner, self._newest, keys)
         call.ask(*plan.first(), True)
@@ -219,9 +220,9 @@ class Lookup:
                 continue
             self._absent[name] = done & ~mask
             self._promises.put(key, name[1], self._bucket, self._class_id, self._now, done & ~mask)
-        if short and not self._retried and (self._core.health() == DOWN).any():
+        if short and self._some_down:
             # A node that was down a moment ago may be back, and now it decides: not asking it would be a miss that need not be.
-            self._retried = True
+            self._some_down = False
             self._core.retry_down()
             return self._promise(keys, found, pieces, deadline)
         return short
