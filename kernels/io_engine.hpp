@@ -28,8 +28,7 @@ struct Source {
 
 struct ExtentRead {
   wire::ReadExtent ask{};
-  Status status = Status::OK;
-  bool opened = false;
+  Status status = Status::NOT_FOUND;   // OK only while `ref` holds the shard open
   uint32_t items_left = 0;      // when none is left the shard is let go
   ReadRef ref;
   std::vector<uint8_t> meta;    // head | checks, verified; empty until needed

@@ -221,9 +221,8 @@ void BulkLoop::open_extents(const std::shared_ptr<ReadJob>& job, int64_t& budget
   while (job->opened < job->extents.size() && (budget > 0 || job->opened == first)) {
     ExtentRead& e = job->extents[job->opened++];
     budget -= OPEN_COST_BYTES;
-    e.opened = true;
-    e.status = e.items_left ? Status::INTERNAL : Status::NOT_FOUND;   // nobody asks for it: it is not held open
-    if (!e.items_left) continue;
+    if (!e.items_left) continue;   // nobody asks for it: it is not held open
+    e.status = Status::INTERNAL;
     try {
       e.status = shared_.store.open_read(job->owner, e.ask, e.ref);
     } catch (const std::exception&) {
