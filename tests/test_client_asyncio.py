@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, bytes_of, chain, store
+from client_tools import NO_REUSE, SMALL, Blocks, bytes_of, chain, store
 from faultpeer import Item, PeerCluster
 
-from kvstore.client import AsyncClient, Client, StoreOutcome
+from kvstore.client import AsyncClient, Client, StoreOutcome, Ticket
+from kvstore.client.aio import WAITERS_MAX
 
 
 @pytest.fixture
@@ -94,3 +96,67 @@ def test_a_cancelled_task_returns_only_when_its_memory_is_free(cluster: PeerClus
             assert np.array_equal(again, data) and (place == 0x5A).all()
 
     asyncio.run(use())
+
+
+def test_cancelled_planes_return_only_when_their_memory_is_free(cluster: PeerCluster) -> None:
+    gate = cluster.gate()
+
+    async def hold(_: Item) -> None:
+        await gate.wait()
+
+    async def use() -> None:
+        async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
+            keys = chain(10, SMALL)
+            data = store(client.client, keys)
+            ticket = await client.lookup(keys)
+            for peer in cluster.peers:
+                peer.item_rule = hold
+            place = np.zeros_like(data)
+
+            async def read() -> list[int]:
+                return [ready.plane async for ready in client.planes(ticket, place, deadline_seconds=30)]
+
+            waiting = asyncio.create_task(read())
+            await asyncio.get_running_loop().run_in_executor(None, gate.reached.wait, 10)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            place[:] = 0x5A
+            gate.open()
+            for peer in cluster.peers:
+                peer.item_rule = None
+            again = np.zeros_like(data)
+            assert (await client.load(await client.lookup(keys), again)).blocks == 10
+            assert np.array_equal(again, data) and (place == 0x5A).all()
+
+    asyncio.run(use())
+
+
+def test_a_cancelled_load_whose_turn_has_not_come_returns_at_once(cluster: PeerCluster) -> None:
+    turn = threading.Event()
+
+    async def read(client: AsyncClient, ticket: Ticket, place: Blocks) -> None:
+        async for _ in client.planes(ticket, place):
+            pass
+
+    async def use() -> None:
+        async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
+            keys = chain(10, SMALL)
+            data = store(client.client, keys)
+            ticket = await client.lookup(keys)
+            others = [asyncio.create_task(client._run(turn.wait)) for _ in range(WAITERS_MAX)]
+            waiting = asyncio.create_task(client.load(ticket, np.zeros_like(data)))
+            first = asyncio.create_task(read(client, ticket, np.zeros_like(data)))
+            await asyncio.sleep(0)
+            for task in (waiting, first):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asyncio.wait_for(asyncio.shield(task), 10)
+            assert not any(other.done() for other in others)
+            turn.set()
+            await asyncio.gather(*others)
+
+    try:
+        asyncio.run(use())
+    finally:
+        turn.set()

@@ -17,7 +17,7 @@ from kvstore.client.values import Accept, Fidelity, LoadResult, PlaneReady, Stor
 from kvstore.keys import Keys
 
 T = TypeVar("T")
-_WAITERS_MAX: Final = 64  # verbs waiting at once; a waiter is a sleeping thread
+WAITERS_MAX: Final = 64  # verbs waiting at once; a waiter is a sleeping thread
 
 
 class AsyncClient:
@@ -26,7 +26,7 @@ class AsyncClient:
     def __init__(self, client: Client) -> None:
         """Takes over `client`: closing this closes it."""
         self.client = client
-        self._pool = ThreadPoolExecutor(_WAITERS_MAX, "kvstore-async")
+        self._pool = ThreadPoolExecutor(WAITERS_MAX, "kvstore-async")
 
     async def lookup(
         self, keys: Keys, *, accept: Accept = Accept.EXACT, retention_class: str = "chat", deadline_seconds: float | None = None
@@ -45,28 +45,11 @@ class AsyncClient:
         blocks: range | None = None,
     ) -> LoadResult:
         """As Client.load. When the task is cancelled, the load ends first: the destination is untouched afterwards."""
-        loads: list[Load] = []
-        gave_up = threading.Event()
-
-        def began(load: Load) -> None:
-            loads.append(load)
-            if gave_up.is_set():
-                load.cancel()
-
-        waiting = asyncio.get_running_loop().run_in_executor(
-            self._pool,
-            lambda: self.client.load_with(began, ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=blocks),
+        loads = _Loads()
+        return await self._until_free(
+            loads,
+            lambda: self.client.load_with(loads.began, ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=blocks),
         )
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            gave_up.set()
-            for load in loads:
-                load.cancel()
-            while not waiting.done():  # a second cancellation must not free the memory early either
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([waiting])
-            raise
 
     async def planes(
         self,
@@ -77,12 +60,15 @@ class AsyncClient:
         deadline_seconds: float | None = None,
         blocks: range | None = None,
     ) -> AsyncIterator[PlaneReady]:
-        iterator = self.client.planes(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=blocks)
+        """As Client.planes. When the task is cancelled, the load ends first, as in load."""
+        loads = _Loads()
+        iterator = self.client.planes_with(loads.began, ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=blocks)
         try:
-            while (ready := await self._run(lambda: next(iterator, None))) is not None:
+            while (ready := await self._until_free(loads, lambda: next(iterator, None))) is not None:
                 yield ready
         finally:
-            await self._run(iterator.close)  # type: ignore[attr-defined]  # a generator, typed as the iterator it is to callers
+            loads.cancel()
+            iterator.close()  # at once: nobody is inside, and the load has been told
 
     async def store(
         self, keys: Keys, blocks: Any, *, first_block: int, retention_class: str = "chat", fidelity: Fidelity = Fidelity.EXACT
@@ -109,3 +95,35 @@ class AsyncClient:
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    async def _until_free(self, loads: _Loads, call: Callable[[], T]) -> T:
+        """As _run, but a cancelled task waits until `call` has let go of the memory; a second cancellation does not shorten that."""
+        submitted = self._pool.submit(call)
+        waiting = asyncio.wrap_future(submitted)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            loads.cancel()
+            if not submitted.cancel():  # it has begun
+                while not waiting.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([waiting])
+            raise
+
+
+class _Loads:
+    """The loads of one call, which another thread begins: told to end, also when they begin only afterwards."""
+
+    def __init__(self) -> None:
+        self._begun: list[Load] = []
+        self._gave_up = threading.Event()
+
+    def began(self, load: Load) -> None:
+        self._begun.append(load)
+        if self._gave_up.is_set():
+            load.cancel()
+
+    def cancel(self) -> None:
+        self._gave_up.set()
+        for load in self._begun:
+            load.cancel()

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -194,12 +194,27 @@ class Client:
 
         A load that falls short yields smaller `blocks`, or stops early: only rows whole in every plane may be used for later layers.
         """
+        return self.planes_with(None, ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=blocks)
+
+    def planes_with(
+        self,
+        began: Callable[[Load], None] | None,
+        ticket: Ticket,
+        destination: Any,
+        *,
+        hedge: Hedge = "lazy",
+        deadline_seconds: float | None = None,
+        blocks: range | None = None,
+    ) -> Generator[PlaneReady, None, None]:
+        """As planes; `began` is given the load under way, so that another thread can cancel it."""
         wanted = checked_blocks(ticket, blocks)
         destination = self._destination(destination, wanted)
         if self._cannot_load(ticket, wanted) is not None:
             return
         load = self.begin_load(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted)
         try:
+            if began is not None:
+                began(load)
             yield from load.planes()
         finally:
             self._counted(load.finish(), ticket, len(wanted))
