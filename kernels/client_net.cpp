@@ -3,7 +3,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/tcp.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -13,6 +12,8 @@
 #include <charconv>
 #include <stdexcept>
 #include <system_error>
+
+#include "tcp.hpp"
 
 namespace kv::client {
 
@@ -273,6 +274,7 @@ void Conn::open() {
     if (fd_ >= 0) {
       const int on = 1;
       setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+      set_congestion_control(fd_, net.config.congestion_control);
       if (receive_bytes_) setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &receive_bytes_, sizeof receive_bytes_);
       if (connect(fd_, reinterpret_cast<const sockaddr*>(&node.address.storage), node.address.bytes) < 0 && errno != EINPROGRESS) error = errno;
       state_.store(State::CONNECTING, std::memory_order_release);

@@ -48,6 +48,7 @@ struct NetConfig {
   int64_t backoff_min_ns = 250 * MS, backoff_max_ns = 5 * SECOND;
   uint32_t parity_connections_max = 2;      // of a node: one in use, one being read to its end
   int parity_receive_bytes = 64 << 10;      // so that a daemon whose parity nobody reads stalls early
+  std::string congestion_control;           // of TCP; "": the host's
   std::array<uint8_t, 16> cluster{};
   uint64_t epoch = 0;
 };

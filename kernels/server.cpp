@@ -6,7 +6,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <sys/random.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <system_error>
@@ -15,6 +14,7 @@
 #include "server_bulk.hpp"
 #include "server_small.hpp"
 #include "server_write.hpp"
+#include "tcp.hpp"
 
 namespace nb = nanobind;
 
@@ -23,7 +23,7 @@ namespace {
 
 [[noreturn]] void fail(int error, const std::string& what) { throw std::system_error(error, std::generic_category(), what); }
 
-int listen_on(const std::string& host, uint16_t& port) {
+int listen_on(const std::string& host, uint16_t& port, const std::string& congestion_control) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE;
@@ -32,6 +32,7 @@ int listen_on(const std::string& host, uint16_t& port) {
   const int on = 1;
   int error = fd < 0 ? errno : 0;
   if (!error && setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) < 0) error = errno;
+  if (!error) set_congestion_control(fd, congestion_control);   // connections inherit it
   if (!error && bind(fd, found->ai_addr, found->ai_addrlen) < 0) error = errno;
   freeaddrinfo(found);
   if (!error && ::listen(fd, 1024) < 0) error = errno;
@@ -59,7 +60,7 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
     io_ = "buffered";
   }
   port_ = config.port;
-  const int listener = listen_on(config.host, port_);
+  const int listener = listen_on(config.host, port_, config.congestion_control);
   std::vector<BulkLoop*> loops;
   try {
     putter_ = std::make_unique<Putter>(shared_, config.write_threads);
@@ -158,7 +159,7 @@ void bind_server(nb::module_& m) {
           [](Server* self, Store& store, const std::string& host, uint16_t port, nb::bytes cluster16, uint64_t epoch, uint32_t bucket_seconds,
              const std::string& io, uint32_t bulk_threads, uint32_t write_threads, uint32_t connections_max, uint64_t write_arena_bytes,
              uint64_t connection_bytes_max, uint64_t read_head_bytes_max, uint64_t read_arena_bytes, uint64_t read_cache_bytes,
-             uint32_t read_depth, double idle_timeout_seconds, double progress_timeout_seconds) {
+             uint32_t read_depth, double idle_timeout_seconds, double progress_timeout_seconds, const std::string& congestion_control) {
             ServerConfig c;
             if (cluster16.size() != c.cluster.size()) throw nb::value_error("cluster16: 16 bytes needed");
             if (io != "auto" && io != "buffered" && io != "direct") throw nb::value_error("io: auto, buffered or direct");
@@ -182,6 +183,7 @@ void bind_server(nb::module_& m) {
             c.read_cache_bytes = read_cache_bytes;
             c.read_depth = read_depth;
             c.idle_ms = uint32_t(idle_timeout_seconds * 1000);
+            c.congestion_control = congestion_control;
             c.progress_ms = uint32_t(progress_timeout_seconds * 1000);
             try {
               nb::gil_scoped_release unlocked;
@@ -197,7 +199,7 @@ void bind_server(nb::module_& m) {
           nb::arg("connections_max") = 4096, nb::arg("write_arena_bytes") = 96ull << 20, nb::arg("connection_bytes_max") = 16ull << 20,
           nb::arg("read_head_bytes_max") = 64ull << 20, nb::arg("read_arena_bytes") = 32ull << 20, nb::arg("read_cache_bytes") = 64ull << 20,
           nb::arg("read_depth") = 2, nb::arg("idle_timeout_seconds") = 300.0, nb::arg("progress_timeout_seconds") = 3.0,
-          nb::keep_alive<1, 2>())
+          nb::arg("congestion_control") = "", nb::keep_alive<1, 2>())
       .def_prop_ro("port", &Server::port)
       .def_prop_ro("boot_id", &Server::boot_id)
       .def_prop_ro("io", [](Server& s) { return s.io(); })

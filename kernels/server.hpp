@@ -34,6 +34,7 @@ struct ServerConfig {
   uint64_t read_cache_bytes = 64ull << 20;        // direct engine: what was read twice
   uint32_t read_depth = 2;                        // direct engine: reads at the disk at once (deeper was slower: 12 daemons share it)
   uint32_t idle_ms = 300'000;                     // a connection without requests is closed after this
+  std::string congestion_control;                 // of TCP, for all connections; "": the host's
   uint32_t progress_ms = 3'000;                   // a peer that neither takes nor gives bytes it owes is cut after this
 };
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from kvstore import tcp
 from kvstore.client import store as stores
 from kvstore.client.buffers import as_rows
 from kvstore.client.clock import Clock
@@ -71,7 +72,7 @@ class Client:
             threads=config.threads, bulk_connections_max=config.bulk_connections_max, queue_bytes_max=config.queue_bytes_max,
             connect_timeout_seconds=config.connect_timeout_seconds, stall_timeout_seconds=config.stall_timeout_seconds,
             drain_timeout_seconds=config.drain_timeout_seconds, idle_timeout_seconds=config.idle_timeout_seconds,
-            store_deadline_seconds=config.store_deadline_seconds,
+            store_deadline_seconds=config.store_deadline_seconds, congestion_control=tcp.for_kernel(config.congestion_control),
         )  # fmt: skip
         self._stores = Stores(self._core)
         self._finalizer = weakref.finalize(self, _close, self._core, self._stores, os.getpid())

@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore import tcp
 from kvstore.errors import ConfigError
 from kvstore.keys import BLOCK_TOKENS
 
@@ -22,6 +23,7 @@ class ClientConfig:
     close_seconds: float = 10.0  # how long close() waits for stores on their way
     queue_bytes_max: int = 1 << 30  # blocks handed to store() and not yet sent; past it the oldest extents are dropped
     bulk_connections_max: int = 2048
+    congestion_control: str = "cubic"  # of TCP (kvstore/tcp.py); "host": what the host uses by default
     connect_timeout_seconds: float = 1.0
     stall_timeout_seconds: float = 3.0  # a peer that owes something and says nothing: the connection is half open
     drain_timeout_seconds: float = 1.0  # what a load left unread
@@ -40,6 +42,7 @@ class ClientConfig:
             "stall_timeout_seconds", "drain_timeout_seconds", "idle_timeout_seconds", "ticket_seconds",
         ):  # fmt: skip
             self._need(name, 0 < getattr(self, name) <= 3600, "above 0, at most 3600")
+        self._need("congestion_control", tcp.is_name(self.congestion_control), tcp.NAME_TEXT)
         self._need("close_seconds", 0 <= self.close_seconds <= 3600, "0 to 3600")
         self._need("queue_bytes_max", self.queue_bytes_max >= 1 << 20, "at least 1 MiB")
         self._need("bulk_connections_max", self.bulk_connections_max >= 1, "at least 1")

@@ -94,6 +94,7 @@ class Server:
         read_depth: int = 2,
         idle_timeout_seconds: float = 300.0,
         progress_timeout_seconds: float = 3.0,
+        congestion_control: str = "",
     ) -> None: ...
     @property
     def port(self) -> int: ...
@@ -320,6 +321,7 @@ class ClientCore:
         drain_timeout_seconds: float = 1.0,
         idle_timeout_seconds: float = 60.0,
         store_deadline_seconds: float = 10.0,
+        congestion_control: str = "",
     ) -> None: ...
     def discover(self, owner: bytes, epoch: int, keys: _U8) -> ClientDiscover: ...
     def promise(

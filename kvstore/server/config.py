@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore import tcp
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import ConfigError, KvstoreError
 from kvstore.units import parse_bytes, parse_seconds
@@ -42,6 +43,7 @@ class NodeConfig:
     read_depth: int = 2  # direct engine: reads at the disk at once, 1..256
     idle_timeout_seconds: float = 300.0  # a connection without requests is closed
     progress_timeout_seconds: float = 3.0  # a peer that neither takes nor gives what it owes is cut
+    congestion_control: str = "cubic"  # of TCP; "host": what the host uses by default
     drain_timeout_seconds: float = 25.0  # below the usual grace period of 30 s
     log_interval_seconds: float = 10.0
 
@@ -52,6 +54,8 @@ class NodeConfig:
                 raise _bad(name, value, f"give {low} to {high}")
         if self.io not in IO_ENGINES:
             raise _bad("io", self.io, "give auto, buffered or direct")
+        if not tcp.is_name(self.congestion_control):
+            raise _bad("congestion_control", self.congestion_control, f"give {tcp.NAME_TEXT}")
         ports = [p for p in (self.port, self.admin_port, self.http_port) if p]
         if len(ports) != len(set(ports)):
             raise ConfigError("E121", f"ports {', '.join(map(str, ports))}", "two are the same", "give each its own, or 0 for any free one")
@@ -118,6 +122,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
     add("--read-depth", type=int, metavar="N", help="direct engine: reads at the disk at once (default 2)")
     add("--idle-timeout", metavar="TIME", help="a connection without requests is closed after this (default 5m)")
     add("--progress-timeout", metavar="TIME", help="a peer that stands still in mid-message is cut after this (default 3s)")
+    add("--congestion-control", metavar="NAME", help="of TCP, or host for what this host uses by default (default cubic)")
     add("--drain-timeout", metavar="TIME", help="how long a SIGTERM may take (default 25s)")
 
 
@@ -142,6 +147,7 @@ _FLAGS: Final[dict[str, tuple[str, Any]]] = {
     "read_depth": ("read_depth", int),
     "idle_timeout": ("idle_timeout_seconds", parse_seconds),
     "progress_timeout": ("progress_timeout_seconds", parse_seconds),
+    "congestion_control": ("congestion_control", str),
     "drain_timeout": ("drain_timeout_seconds", parse_seconds),
 }
 assert {field for field, _ in _FLAGS.values()} <= {f.name for f in fields(NodeConfig)}

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstore import tcp
 from kvstore.clustermap import ClusterMap
 from kvstore.clustermap import Node as Member
 from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
@@ -116,11 +117,14 @@ class Node:
                 read_depth=config.read_depth,
                 idle_timeout_seconds=config.idle_timeout_seconds,
                 progress_timeout_seconds=config.progress_timeout_seconds,
+                congestion_control=tcp.for_kernel(config.congestion_control),
             )
         if io_note := io_note or self.server.io_note:
             log.warn(f"io {self.server.io}, not {config.io}: {io_note}")
         else:
             log.info(f"io {self.server.io}")
+        if refused := tcp.refusal(config.congestion_control):
+            log.warn(f"congestion control {config.congestion_control} not used, the host's is: {refused}")
         from kvstore.server.control import ControlServer  # gRPC takes 0.1 s to import: the data port is open by now
 
         with port_fault(config.host, config.admin_port, "--admin-port"):
