@@ -78,6 +78,7 @@ StateRead read_state(const std::string& dir, DirState& out) {
     if (word == "boot") out.boot = value;
     if (word == "running") out.running = value == "1";
     if (word == "mode") out.strict = value == "strict";
+    if (word == "filter") out.filter = strtoull(value.c_str(), nullptr, 16);
     if (word == "crashed_ms") out.crashed_ms = strtoull(value.c_str(), nullptr, 10);
   }
   return StateRead::OK;
@@ -87,6 +88,7 @@ void write_state(const std::string& dir, const DirState& state) {
   std::ostringstream text;
   text << TITLE << FORMAT << "\nid " << state.id << "\nboot " << state.boot << "\nrunning " << int(state.running) << "\nmode "
        << (state.strict ? "strict" : "relaxed") << "\ncrashed_ms " << state.crashed_ms << "\n";
+  if (state.filter) text << "filter " << hex64(state.filter) << "\n";
   std::string body = text.str();
   body += "sum " + hex64(XXH3_64bits(body.data(), body.size())) + "\n";
   const std::string path = dir + "/state", draft = path + ".new";

@@ -31,6 +31,7 @@ struct DirState {
   bool running = false;        // no clean stop since
   bool strict = false;         // index commits were durable
   uint64_t crashed_ms = 0;     // boot-time clock of the last start that followed an unclean stop; 0: none
+  uint64_t filter = 0;         // the `stop` of the filter file that belongs to this very state; 0: none
 };
 
 enum class StateRead { OK, MISSING, DAMAGED };
@@ -39,7 +40,7 @@ StateRead read_state(const std::string& dir, DirState& out);
 void write_state(const std::string& dir, const DirState& state);   // throws std::runtime_error
 std::string machine_boot_id();
 uint64_t boottime_ms();
-std::string random_hex(size_t bytes);
+std::string random_hex(size_t bytes);   // throws std::runtime_error
 
 enum class StartMode {
   FRESH,     // nothing there

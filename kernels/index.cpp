@@ -10,6 +10,7 @@ namespace {
 
 constexpr unsigned READERS_MAX = 510;
 constexpr size_t POOL_MAX = 64;
+constexpr char STOP_KEY[4] = {'s', 't', 'o', 'p'};
 
 void put_varint(std::vector<uint8_t>& out, uint64_t v) {
   while (v >= 0x80) out.push_back(uint8_t(v) | 0x80), v >>= 7;
@@ -295,6 +296,36 @@ uint64_t Index::entries() const {
   mdb_stat(txn, extents, &s);
   mdb_txn_abort(txn);
   return s.ms_entries;
+}
+
+bool Index::set_stop(uint64_t stop) {
+  MDB_txn* txn = begin_write();
+  MDB_dbi unnamed = 0;
+  MDB_val key = val(STOP_KEY, sizeof STOP_KEY), value = val(&stop, sizeof stop);
+  int rc = mdb_dbi_open(txn, nullptr, 0, &unnamed);
+  if (!rc) rc = mdb_put(txn, unnamed, &key, &value, 0);
+  if (rc) mdb_txn_abort(txn);
+  else rc = mdb_txn_commit(txn);
+  if (rc && !out_of_space(rc)) throw IndexFault("stop", rc);
+  return rc == 0;
+}
+
+uint64_t Index::stop() {
+  const Reader reader(*this);
+  MDB_dbi unnamed = 0;
+  MDB_val key = val(STOP_KEY, sizeof STOP_KEY), value;
+  int rc = mdb_dbi_open(reader.txn, nullptr, 0, &unnamed);
+  if (!rc) rc = mdb_get(reader.txn, unnamed, &key, &value);
+  if (rc && rc != MDB_NOTFOUND) throw IndexFault("stop", rc);
+  uint64_t stop = 0;
+  if (!rc && value.mv_size == sizeof stop) std::memcpy(&stop, value.mv_data, sizeof stop);
+  return stop;
+}
+
+uint64_t Index::last_txn() const {
+  MDB_envinfo info{};
+  mdb_env_info(env, &info);
+  return info.me_last_txnid;
 }
 
 }  // namespace kv

@@ -2,6 +2,7 @@
 //
 //   extents   owner 16 | extent key 32 | write id 8 | shard 1                          -> EntryFixed | tags | tail
 //   recency   class 1 | owner 16 | bucket BE4 | ~start BE4 | extent key 32 | write id 8 | shard 1 -> RecencyValue
+//   (unnamed) "stop"                                                                   -> u64 of the last clean stop
 //   freed     segment BE4 | offset/4096 BE4                                            -> u32 blocks of 4 KiB, deleted but not yet punched
 //
 // Recency rows sort in the order in which they go: within a class and an owner the oldest first, later parts of a prompt first.
@@ -112,6 +113,10 @@ class Index {
   double map_share(MDB_txn* txn) const { return double(bytes_used(txn)) / double(map_bytes_); }
   uint64_t bytes_used(MDB_txn* txn) const;   // pages of all tables
   uint64_t entries() const;
+  uint64_t last_txn() const;                 // number of the last commit
+  // The number of the last clean stop, in the unnamed table; 0: none. Set by a commit of its own; false: no room. Throws IndexFault.
+  bool set_stop(uint64_t stop);
+  uint64_t stop();
 
   MDB_env* env = nullptr;
   MDB_dbi extents = 0, recency = 0, freed = 0;

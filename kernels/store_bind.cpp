@@ -202,6 +202,7 @@ nb::dict stats(Store& store) {
   out["start_mode"] = name_of(impl(store).start_mode());
   out["last_fault"] = impl(store).last_fault();
   out["start_reason"] = impl(store).start_reason();
+  out["filter_start"] = impl(store).filter_start();
   return out;
 }
 

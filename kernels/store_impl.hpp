@@ -1,7 +1,7 @@
 // The one implementation of the Store seam. One file per concern:
 //   store.cpp           the hot verbs
 //   store_commit.cpp    every change of the index, and what follows from it in RAM
-//   store_start.cpp     opening, the start scan, closing
+//   store_start.cpp     opening, the start scan, closing, the filter's file
 //   store_rebuild.cpp   after an unclean stop: freeing what nobody owns, making a lost index again
 //   store_maintain.cpp  touches, syncs, sealing, punching, growing the filter
 //   store_evict.cpp     what gc asks: queues, peek, evict, ghosts
@@ -84,6 +84,7 @@ class StoreImpl final : public Store {
   uint64_t bulk_index(const Owner& owner, const uint8_t* keys, const uint64_t* write_ids, uint64_t count, const SyntheticShape& shape);
   std::vector<std::pair<std::string, uint64_t>> stats();
   std::string start_reason();
+  const std::string& filter_start() const { return filter_start_; }   // "loaded"; why a saved one was not; empty: none was named
   std::string last_fault();                     // why the index was last found bad; empty: never
   StartMode start_mode() const { return start_mode_; }
   const StoreConfig& config() const { return config_; }
@@ -142,7 +143,9 @@ class StoreImpl final : public Store {
   void apply_touches(Index& index, const std::vector<std::pair<NameKey, Touch>>& touches);
 
   // store_start.cpp
-  StartMode decide_start(DirState& state, std::string& reason);
+  StartMode decide_start(DirState& state, uint64_t& filter, std::string& reason);
+  void take_filter();
+  void save_filter_of_stop();
   void open_index(bool discard);
   void run_start();
   bool scan_index(bool with_totals, Ranges* owned);   // false: stopped
@@ -174,7 +177,8 @@ class StoreImpl final : public Store {
   std::unique_ptr<DirLock> lock_;
   DirState state_;
   std::atomic<StartMode> start_mode_{StartMode::FRESH};
-  std::string start_reason_;
+  std::string start_reason_, filter_start_;
+  uint64_t saved_filter_ = 0;                   // named by the state of the last stop
   SegmentFiles segments_;
   std::atomic<uint32_t> first_new_id_{1};       // segments below it are of an earlier run, or of an earlier index
   std::unique_ptr<Index> index_;

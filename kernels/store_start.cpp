@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <set>
 
+#include "filter_file.hpp"
 #include "store_impl.hpp"
 
 namespace kv {
@@ -66,7 +67,7 @@ StoreImpl::StoreImpl(const StoreConfig& config)
   for (uint32_t c = 0; c < CLASSES_MAX; c++) retention_[c] = config_.retention_seconds[c];
   const uint64_t ghost_bytes_max = std::max<uint64_t>(1 << 20, config_.capacity_bytes ? config_.capacity_bytes / 2000 : 256ull << 20);
   ghosts_ = std::make_unique<Ghosts>(config_.dir + "/ghosts", ghost_bytes_max);
-  start_mode_ = decide_start(state_, start_reason_);
+  start_mode_ = decide_start(state_, saved_filter_, start_reason_);
   bool discard = start_mode_ == StartMode::REBUILD || start_mode_ == StartMode::FRESH;
   if (discard && start_mode_ == StartMode::REBUILD) {
     const int fd = ::open(marker().c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
@@ -76,6 +77,7 @@ StoreImpl::StoreImpl(const StoreConfig& config)
   write_state(config_.dir, state_);
   try {
     open_index(discard);
+    take_filter();
   } catch (const IndexFault& why) {
     if (discard) throw std::runtime_error(std::string("cannot make an index in ") + config_.dir + ": " + why.what());
     start_mode_ = StartMode::REBUILD;
@@ -84,6 +86,7 @@ StoreImpl::StoreImpl(const StoreConfig& config)
     if (fd >= 0) ::close(fd);
     try {
       open_index(true);
+      take_filter();
     } catch (const IndexFault& again) {
       throw std::runtime_error(std::string("cannot make an index in ") + config_.dir + ": " + again.what());
     }
@@ -98,14 +101,16 @@ StoreImpl::StoreImpl(const StoreConfig& config)
 
 StoreImpl::~StoreImpl() { close(false); }
 
-StartMode StoreImpl::decide_start(DirState& state, std::string& reason) {
+StartMode StoreImpl::decide_start(DirState& state, uint64_t& filter, std::string& reason) {
   DirState old;
   const StateRead read = read_state(config_.dir, old);
   const uint64_t now = boottime_ms();
   state = old;
+  filter = old.filter;
   if (state.id.empty()) state.id = random_hex(16);
   state.boot = machine_boot_id();
   state.running = true;
+  state.filter = 0;
   state.strict = config_.strict_sync;
   state.crashed_ms = 0;
   std::error_code error;
@@ -139,6 +144,34 @@ void StoreImpl::open_index(bool discard) {
     filter_ = std::make_unique<CuckooFilter>(1 << 16);
     totals_ready_ = true;
   }
+}
+
+// After a clean stop lookups of what is not here need no index from the first one on; the start scan builds a filter anew all the same.
+// The file goes before anything can change: the state that named it is gone already.
+void StoreImpl::take_filter() {
+  if (start_mode_ == StartMode::CLEAN && saved_filter_) {
+    std::string why = "of another state of the index";
+    std::unique_ptr<CuckooFilter> filter;
+    if (index_->stop() == saved_filter_) filter = load_filter(config_.dir, {saved_filter_, index_->last_txn()}, why);
+    filter_start_ = filter ? "loaded" : why;
+    std::lock_guard lock(filter_mutex_);
+    filter_ = std::move(filter);
+  }
+  unlink(filter_path(config_.dir).c_str());
+  unlink((filter_path(config_.dir) + ".new").c_str());
+}
+
+// The last of a clean stop: what comes after it in the index makes the file one of another index.
+void StoreImpl::save_filter_of_stop() {
+  with_index([&](Index& index) {
+    std::lock_guard commit(commit_mutex_);
+    std::shared_lock lock(filter_mutex_);
+    const uint64_t stop = strtoull(random_hex(8).c_str(), nullptr, 16) | 1;
+    if (!filter_ || filter_->saturated() || !index.set_stop(stop)) return;
+    index.sync();
+    if (save_filter(config_.dir, *filter_, {stop, index.last_txn()})) state_.filter = stop;
+    else counters_.io_errors++;
+  });
 }
 
 // The index can no longer be trusted. The maintenance thread replaces it; until then every verb answers "not now".
@@ -357,6 +390,7 @@ void StoreImpl::close_cleanly() {
   with_index([&](Index& index) { index.sync(); });
   // A start scan that was cut short left tails unsealed: the next start must look at them as after a kill.
   if (sound) {
+    save_filter_of_stop();
     state_.running = false;
     state_.crashed_ms = 0;
     write_state(config_.dir, state_);

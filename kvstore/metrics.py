@@ -99,6 +99,12 @@ NODE: Final = (
         "How the index came up at the start of this process.",
         {"mode": ("fresh", "clean", "killed", "rebuild")},
     ),
+    Metric(
+        "kvstore_filter_starts_total",
+        "counter",
+        "Where the filter of this process came from: saved at the last stop, saved and not believed, or built by the start scan.",
+        {"result": ("loaded", "ignored", "built")},
+    ),
     Metric("kvstore_evicted_extents_total", "counter", "Shards evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
     Metric("kvstore_evicted_bytes_total", "counter", "Bytes evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
     Metric("kvstore_eviction_age_seconds", "histogram", "Seconds from the last use of what was evicted.", _CLASS, AGE_BOUNDS_SECONDS),
@@ -349,3 +355,5 @@ def read_store(stats: Mapping[str, Any], values: Values) -> None:
     values.set("kvstore_disk_errors_total", stats["corrupt_reported_total"] + stats["corrupt_found_total"], "checksum")
     values.set("kvstore_disk_errors_total", stats["index_faults_total"], "index")
     values.set("kvstore_index_starts_total", 1, stats["start_mode"])
+    filter_start = stats["filter_start"]
+    values.set("kvstore_filter_starts_total", 1, "loaded" if filter_start == "loaded" else "ignored" if filter_start else "built")

@@ -95,6 +95,28 @@ def test_sigterm_finishes_what_runs_and_exits_0(tmp_path: Path) -> None:
         assert len(again.discover(r.extent_key)) == 1
 
 
+def test_it_starts_with_the_filter_that_it_saved_and_says_so_in_one_line_if_it_cannot(tmp_path: Path) -> None:
+    r = make_record(1)
+    with daemon(tmp_path) as server:
+        assert server.write(r) == [Status.OK]
+        assert 'kvstore_filter_starts_total{result="built"} 1.0' in http(server, "/metrics")[1]
+        server.signal(signal.SIGTERM)
+        assert server.wait().code == 0
+    with daemon(tmp_path) as again:
+        assert len(again.discover(r.extent_key)) == 1
+        assert json.loads(again.wait_line("index loaded"))["msg"].endswith("filter of 1 keys loaded")
+        assert 'kvstore_filter_starts_total{result="loaded"} 1.0' in http(again, "/metrics")[1]
+        again.signal(signal.SIGTERM)
+        assert again.wait().code == 0
+    saved = tmp_path / "filter"
+    saved.write_bytes(saved.read_bytes()[:-1])
+    with daemon(tmp_path) as third:
+        assert len(third.discover(r.extent_key)) == 1
+        said = json.loads(third.wait_line("saved filter ignored"))
+        assert said["level"] == "warn" and "cut short, or longer than it says; the start scan builds another" in said["msg"]
+        assert 'kvstore_filter_starts_total{result="ignored"} 1.0' in http(third, "/metrics")[1]
+
+
 def refuses_connections(server: Daemon) -> bool:
     try:
         socket.create_connection(server.address, 1.0).close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("record", "index", "segments", "ghosts", "dirstate", "store")
+PARTS = ("record", "index", "segments", "ghosts", "dirstate", "filter", "store")
 SECONDS = "5"
 
 

@@ -21,15 +21,17 @@ import xxhash
 
 from kvstore.entry import SEGMENT_SYNTHETIC, decode
 from kvstore.errors import ConfigError, DirectoryInUse
+from kvstore.filter import Filter, load
 from kvstore.kernels import _native
 from kvstore.record import ALIGN, Head, padded_bytes, parse_head
 from kvstore.segment import data_runs, read_footer
-from kvstore.server.fsck_index import FREED, ROW
+from kvstore.server.fsck_index import FREED, ROW, STATE
 
 FINDINGS_MAX: Final = 1000  # told one by one; past it they are only counted
 START_SECONDS_MAX: Final = 3600.0
+FILTER: Final = "filter"
 
-Kind = Literal["record", "missing", "index", "footer", "orphan", "state"]
+Kind = Literal["record", "missing", "index", "footer", "orphan", "state", "filter"]
 Progress = Callable[[int, int], None]
 
 
@@ -50,6 +52,7 @@ class FsckReport:
     data_dir: str
     clean_stop: bool = False
     index_trusted: bool = False
+    filter_stop: int = 0  # the saved filter that the state names; 0: none
     segments: int = 0
     segments_sealed: int = 0
     records: int = 0
@@ -127,6 +130,7 @@ def _read_state(directory: Path, report: FsckReport) -> None:
         return
     words = dict(line.split(" ", 1) for line in body.decode().splitlines() if " " in line)
     report.clean_stop = words.get("running") == "0"
+    report.filter_stop = int(words.get("filter", "0"), 16) if report.clean_stop else 0
     same_boot = words.get("boot") == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     rebuilding = (directory / "index.rebuild").exists()
     report.index_trusted = not rebuilding and (report.clean_stop or same_boot or words.get("mode") == "strict")
@@ -137,11 +141,17 @@ def _read_index(directory: Path, report: FsckReport) -> dict[int, list[_Place]]:
     places: dict[int, list[_Place]] = {}
     if not report.index_trusted:
         return places
+    saved = load(directory / FILTER) if report.filter_stop else None
+    denied, state = 0, (0, 0)
     reader = [sys.executable, "-m", "kvstore.server.fsck_index", str(directory / "index")]
     with subprocess.Popen(reader, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         while len(row := process.stdout.read(ROW.size)) == ROW.size:
             kind, key, segment, offset_4k, size_bytes = ROW.unpack(row)
+            if kind == STATE:
+                state = struct.unpack_from("<QQ", key)
+                continue
+            denied += kind != FREED and saved is not None and not saved.maybe(key[:48])
             place = _Place(offset_4k * ALIGN, size_bytes, b"" if kind == FREED else key)
             if kind == FREED:
                 report.freed_bytes += size_bytes
@@ -152,7 +162,19 @@ def _read_index(directory: Path, report: FsckReport) -> dict[int, list[_Place]]:
         report.add("index", said[-1] if process.returncode == 1 and said else f"the index cannot be read (status {process.returncode})")
         report.index_trusted = False
         return {}
+    if report.filter_stop:
+        _check_filter(report, saved, state, denied)
     return places
+
+
+def _check_filter(report: FsckReport, saved: Filter | None, state: tuple[int, int], denied: int) -> None:
+    """What the next start will not believe costs only time; what it would believe and is wrong would hide what is stored."""
+    if saved is None:
+        report.add("filter", "the saved filter is missing or damaged: the next start builds another")
+    elif (saved.stop, saved.last_txn) != state or saved.stop != report.filter_stop:
+        report.add("filter", "the saved filter is of another state of the index: the next start builds another")
+    elif denied:
+        report.add("filter", f"the saved filter denies {denied} entries of the index")
 
 
 def _check_segments(
@@ -243,6 +265,9 @@ def _repair(directory: Path, report: FsckReport, bad: list[_Place]) -> None:
     if kinds & {"index", "footer", "orphan", "state"}:
         (directory / "index.rebuild").touch()
         report.repaired.append("the index was rebuilt from the segments, and every byte that no record owns was freed")
+    if "filter" in kinds:
+        (directory / FILTER).unlink(missing_ok=True)
+        report.repaired.append("the filter was built again")
     store = _native.Store(str(directory))
     try:
         store.wait_started(START_SECONDS_MAX)

@@ -1,6 +1,7 @@
 """Reads the index of a stopped node and writes its places to stdout, for fsck: a process of its own, for a damaged index may kill it.
 
-Row: u8 kind | 57-byte extents key | u32 segment | u32 offset / 4096 | u32 bytes. Exit 1 with one line on stderr for damage it noticed.
+Row: u8 kind | 57-byte extents key | u32 segment | u32 offset / 4096 | u32 bytes; the first has u64 stop, u64 last
+txn for a key. Exit 1 with one line on stderr for damage it noticed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Final
 import lmdb
 
 from kvstore.entry import decode, recency_key, recency_sound
+from kvstore.filter import STOP_KEY
 from kvstore.record import ALIGN
 
 ROW: Final = struct.Struct("<B57sIII")
 ENTRY: Final = 0
 FREED: Final = 1
+STATE: Final = 2
 _TABLES: Final = (b"extents", b"recency", b"freed")
 
 
@@ -26,6 +29,8 @@ def read_index(path: str) -> str:
     # No lock file: fsck holds the directory. The map is as large as the file.
     with lmdb.open(path, readonly=True, lock=False, max_dbs=8) as env, env.begin() as txn:
         extents, recency, freed = (env.open_db(name, txn=txn, create=False) for name in _TABLES)
+        stop = (txn.get(STOP_KEY) or b"").ljust(8, b"\0")[:8]
+        out.write(ROW.pack(STATE, stop + struct.pack("<Q", env.info()["last_txnid"]), 0, 0, 0))
         count = 0
         for key, value in txn.cursor(extents):
             entry = decode(key, value)

@@ -161,7 +161,10 @@ class Node:
         how = "loaded" if stats["start_mode"] == "clean" else stats["start_mode"]
         why = f": {stats['start_reason']}" if stats["start_reason"] else ""
         self.index_start = f"{how} in {format_seconds(time.monotonic() - began)}{why}"
-        self.log.info(f"index {self.index_start}, {stats['entries']} extents")
+        loaded = f", filter of {stats['filter_keys']} keys loaded" if stats["filter_start"] == "loaded" else ""
+        self.log.info(f"index {self.index_start}, {stats['entries']} extents{loaded}")
+        if stats["filter_start"] and not loaded:
+            self.log.warn(f"saved filter ignored: {stats['filter_start']}; the start scan builds another")
         self.evictor = Evictor(self.store, policy, self._evictions.evicted)
         self.evictor.start()
 
