@@ -12,6 +12,7 @@ Unknown keys and bad values are errors, never silently a default. Data, state an
     io          KVSTORE_IO          --io         auto/buffered/direct  auto
     port        KVSTORE_PORT        --port       0 to 65000      7400     (up: the first of its ports)
     class       KVSTORE_CLASS       --class      name            chat     (put: retention class)
+    [owners.*]                      --owner      tables          none     (node, up: floors and caps, kvstore/owners.py)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.errors import ConfigError
+from kvstore.owners import Owner, owner_of_table
 from kvstore.tomlfile import TomlFile
 from kvstore.units import parse_bytes, parse_seconds
 
@@ -105,6 +107,7 @@ class Settings:
     values: Mapping[str, Value]
     file: Path | None
     warnings: tuple[str, ...] = ()
+    owners: tuple[Owner, ...] = ()  # of the file
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name].value
@@ -120,11 +123,13 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] | None = 
     environ = os.environ if environ is None else environ
     path = _file_of(flags.get("config"), environ)
     values = {name: Value(default, "default") for name, (_, default) in _SETTINGS.items()}
+    owners: list[Owner] = []
     if path is not None:
         table = TomlFile.load(path).table()
         for name, (parse, _) in _SETTINGS.items():
             if (value := table.parsed(name, parse, None)) is not None:
                 values[name] = Value(value, table.file.at(key=name))
+        owners = [owner_of_table(name, each) for name, each in table.subtables("owners").items()]
         table.done()
     for name, (parse, _) in _SETTINGS.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
@@ -132,7 +137,7 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] | None = 
             values[name] = Value(_parsed(parse, text, f'{variable} is "{text}"'), variable)
         if (flag := flags.get(name)) is not None:
             values[name] = Value(_parsed(parse, flag, f'--{name} "{flag}" not understood'), f"--{name}")
-    return Settings(values, path, tuple(_strangers(environ)))
+    return Settings(values, path, tuple(_strangers(environ)), tuple(owners))
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any, what: str) -> Any:

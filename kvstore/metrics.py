@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry
@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from kvstore.owners import DEFAULT, OTHER, TAG_BYTES, Owner
 from kvstore.version import revision, version
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -32,7 +33,7 @@ AGE_BOUNDS_SECONDS: Final = tuple(h * HOUR for h in (1 / 60, 0.25, 1, 3, 6, 12, 
 OPS: Final = ("hello", "discover", "promise", "withdraw", "read", "write")
 CLASSES: Final = ("none", "batch", "chat", "agent", "other")
 RESULTS: Final = ("ok", "not_found", "busy", "no_space", "stale_map", "draining", "refused", "corrupt", "error")
-OWNERS: Final = ("default", "other")  # the all-zero owner tag, and tenants' until each has a name
+OWNERS: Final = (DEFAULT, OTHER)  # a daemon adds those that its configuration names (kvstore/owners.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,9 @@ NODE: Final = (
     Metric("kvstore_evicted_extents_total", "counter", "Shards evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
     Metric("kvstore_evicted_bytes_total", "counter", "Bytes evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
     Metric("kvstore_eviction_age_seconds", "histogram", "Seconds from the last use of what was evicted.", _CLASS, AGE_BOUNDS_SECONDS),
+    Metric("kvstore_owner_used_bytes", "gauge", "Bytes of records of an owner.", {"owner": OWNERS}),
+    Metric("kvstore_owner_floor_bytes", "gauge", "Bytes below which an owner loses nothing to others.", {"owner": OWNERS}),
+    Metric("kvstore_owner_cap_bytes", "gauge", "Bytes past which an owner loses its own oldest; 0: no cap.", {"owner": OWNERS}),
     Metric("kvstore_retention_contract_seconds", "gauge", "Seconds a class is to be kept after its last use.", _CLASS),
     Metric("kvstore_epoch", "gauge", "Epoch of the cluster map in use."),
     Metric("kvstore_epoch_seen", "gauge", "Newest epoch that any peer has named."),
@@ -288,6 +292,14 @@ class NodeFacts:
     ready: bool = False
     started_unix_seconds: float = 0.0
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
+    owners: Sequence[Owner] = ()
+
+    def owner_names(self) -> tuple[str, ...]:
+        """The closed list of this process."""
+        return tuple(dict.fromkeys((DEFAULT, *(owner.name for owner in self.owners), OTHER)))
+
+
+Queues = Callable[[], Sequence[tuple[int, bytes, int, int]]]
 
 
 def node_registry(
@@ -295,8 +307,11 @@ def node_registry(
     store_stats: Callable[[], Mapping[str, Any]],
     facts: NodeFacts,
     evictions: EvictionMetrics | None = None,
+    queues: Queues | None = None,
 ) -> CollectorRegistry:
-    """A storage daemon's metrics: `server_stats` is Server.stats, `store_stats` Store.stats (kvstore/kernels/_native.pyi)."""
+    """A storage daemon's metrics: `server_stats` is Server.stats, `store_stats` Store.stats, `queues` Store.queues (_native.pyi)."""
+    owner_labels = {"owner": facts.owner_names()}
+    table = [replace(metric, labels={**metric.labels, **owner_labels}) if "owner" in metric.labels else metric for metric in NODE]
 
     def read(values: Values) -> None:
         read_server(server_stats(), values)
@@ -310,8 +325,20 @@ def node_registry(
                 values.set("kvstore_retention_contract_seconds", seconds, name)
         if evictions is not None:
             evictions.read(values)
+        for owner in facts.owners:
+            values.set("kvstore_owner_floor_bytes", owner.limits.floor_bytes, owner.name)
+            values.set("kvstore_owner_cap_bytes", owner.limits.cap_bytes or 0, owner.name)
+        if queues is not None:
+            read_queues(queues(), facts.owners, values)
 
-    return registry_of(NODE, read)
+    return registry_of(table, read)
+
+
+def read_queues(queues: Sequence[tuple[int, bytes, int, int]], owners: Sequence[Owner], values: Values) -> None:
+    """Store.queues() -> the node table."""
+    names = {bytes(TAG_BYTES): DEFAULT, **{owner.tag: owner.name for owner in owners}}
+    for _, tag, _, used_bytes in queues:
+        values.add("kvstore_owner_used_bytes", used_bytes, names.get(tag, OTHER))
 
 
 def read_server(stats: Mapping[str, Any], values: Values) -> None:

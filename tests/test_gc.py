@@ -12,8 +12,9 @@ from store_tools import NO_SPACE, NOT_FOUND, OK, OWNER, Store, discover, key_of,
 
 from kvstore.clustermap import RetentionClass
 from kvstore.errors import ConfigError
-from kvstore.gc import EvictionPolicy, Evictor, Gone, OwnerLimits
+from kvstore.gc import EvictionPolicy, Evictor, Gone
 from kvstore.gc.policy import Usage
+from kvstore.owners import OwnerLimits
 from kvstore.record import Record, build, padded_bytes
 
 NONE, BATCH, CHAT, AGENT = 0, 1, 2, 3

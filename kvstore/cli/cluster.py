@@ -61,6 +61,11 @@ class NodeReport:
         """Sum of a metric over all its series whose name starts with `name`."""
         return sum(v for key, v in self.values.items() if key == name or key.startswith(name + "{"))
 
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """A metric with this label alone, by the label's value."""
+        front = f'{name}{{{label}="'
+        return {key[len(front) : -2]: value for key, value in self.values.items() if key.startswith(front)}
+
 
 def ask_nodes(nodes: Sequence[Node], timeout_seconds: float, *, values: bool = True) -> list[NodeReport]:
     """One report a node, in order. All are asked at once; a node that does not answer in time is "down"."""

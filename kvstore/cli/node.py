@@ -16,6 +16,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="""\
 examples:
   kvstore node --data /data/nvme0 --capacity 3.6TB --map map.toml --id node-07
+  kvstore node --data /data/nvme0 --owner name=default,floor=400GB
   kvstore node --data /tmp/try                     a cluster of one, for trying out
 """,
     )
@@ -27,4 +28,4 @@ def run(args: argparse.Namespace) -> int:
 
     path = args.settings["map"]
     args.map = None if path is None else str(path)
-    return run_node(config_from_args(args))
+    return run_node(config_from_args(args, args.settings.owners))

@@ -75,9 +75,29 @@ def _show(
     share = cluster_map.k / (cluster_map.k + cluster_map.m)
     percent = f" ({100 * used / capacity:.0f} %)" if capacity else ""
     out.line(f"space    {format_bytes(used)} of {format_bytes(capacity)} raw{percent} = {format_bytes(used * share)} of cache")
+    if len(owners := _owners(up)) > 1 or any(each["floor_bytes"] or each["cap_bytes"] for each in owners):
+        out.line("owners   " + "   ".join(_owner(each) for each in owners))
     if rows:
         columns = ("node", "state", "address", "pid", "used", "of", "shards", "epoch", "up", "io")
         out.table(columns, [_row(report) for report in sorted(reports, key=lambda report: (report.up, report.node.id))])
+
+
+def _owners(up: Sequence[NodeReport]) -> list[dict[str, Any]]:
+    """Of all nodes that answered, with parity, the largest first. Owners with neither bytes nor limits are left out."""
+    metrics = {"used_bytes": "kvstore_owner_used_bytes", "floor_bytes": "kvstore_owner_floor_bytes", "cap_bytes": "kvstore_owner_cap_bytes"}
+    found: dict[str, dict[str, Any]] = {}
+    for field, metric in metrics.items():
+        for report in up:
+            for name, value in report.by_label(metric, "owner").items():
+                each = found.setdefault(name, {"owner": name, **dict.fromkeys(metrics, 0)})
+                each[field] += int(value)
+    known = [each for each in found.values() if any(each[field] for field in metrics)]
+    return sorted(known, key=lambda each: (-each["used_bytes"], each["owner"]))
+
+
+def _owner(each: dict[str, Any]) -> str:
+    limits = [f"{word} {format_bytes(each[f'{word}_bytes'])}" for word in ("floor", "cap") if each[f"{word}_bytes"]]
+    return f"{each['owner']} {format_bytes(each['used_bytes'])}" + (f" ({', '.join(limits)})" if limits else "")
 
 
 def _row(report: NodeReport) -> list[Any]:
@@ -125,6 +145,7 @@ def _data(cluster_map: ClusterMap, reports: Sequence[NodeReport], losses: Losses
         "nodes_losable": losses.nodes,
         "readable": losses.readable,
         "space": {"used_bytes": sum(r.used_bytes for r in up), "capacity_bytes": sum(r.capacity_bytes for r in up)},
+        "owners": [{**each, "cap_bytes": each["cap_bytes"] or None} for each in _owners(up)],
         "nodes": [
             {
                 "id": r.node.id,

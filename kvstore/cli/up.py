@@ -90,8 +90,17 @@ def _cluster(args: argparse.Namespace, directory: Path) -> LocalCluster:
         raise UsageError(
             "E131", f"--capacity {settings['capacity']} bytes", fix=f"give each node {format_bytes(CAPACITY_BYTES_MIN)} or more"
         )
-    size, io = settings["capacity"], settings["io"]
-    return LocalCluster(directory, settings["nodes"], capacity_bytes=size, io=io, k=K, m=M, base_port=settings["port"], fresh=args.fresh)
+    return LocalCluster(
+        directory,
+        settings["nodes"],
+        capacity_bytes=settings["capacity"],
+        io=settings["io"],
+        k=K,
+        m=M,
+        base_port=settings["port"],
+        extra_arguments=[word for owner in settings.owners for word in ("--owner", owner.argument)],
+        fresh=args.fresh,
+    )
 
 
 def _checks(cluster: LocalCluster, port: int) -> str:

@@ -14,9 +14,12 @@ from typing import Final
 
 from kvstore.clustermap import DEFAULT_CLASSES, RetentionClass
 from kvstore.errors import ConfigError
+from kvstore.owners import OwnerLimits
 
 CLASSES_MAX: Final = 16
 ROW_BYTES: Final = 66  # class 1 | owner 16 | bucket 4 | ~start 4 | extent key 32 | write id 8 | shard 1 (docs/FORMAT.md)
+EXPIRY_INTERVAL_SECONDS: Final = 10.0
+CAP_INTERVAL_SECONDS: Final = 1.0
 _ORDER_AT: Final = 17  # from here on rows of different queues compare as they go
 
 
@@ -28,20 +31,6 @@ class Gone(enum.IntEnum):
     EVICTED = 2
     WITHDRAWN = 3
     CORRUPT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class OwnerLimits:
-    """Bytes of records on one node. Under its floor an owner loses nothing to others; over its cap it loses its own oldest."""
-
-    floor_bytes: int = 0
-    cap_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.floor_bytes < 0 or (self.cap_bytes is not None and self.cap_bytes < self.floor_bytes):
-            raise ConfigError(
-                "E132", f"floor {self.floor_bytes}, cap {self.cap_bytes}", fix="a floor is 0 or more, a cap no less than the floor"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +53,7 @@ class EvictionPolicy:
     bucket_seconds: int = 60
     owners: Mapping[bytes, OwnerLimits] = field(default_factory=dict)
     disk_reserve_bytes: int = 32 << 20
-    expiry_interval_seconds: float = 10.0
+    expiry_interval_seconds: float = EXPIRY_INTERVAL_SECONDS
 
     def __post_init__(self) -> None:
         if not all(0 <= number < CLASSES_MAX for number in self.retention_seconds):
@@ -81,7 +70,11 @@ class EvictionPolicy:
         owners: Mapping[bytes, OwnerLimits] | None = None,
     ) -> EvictionPolicy:
         listed = list(classes)
-        return cls({c.id: c.keep_seconds for c in listed}, {c.id: c.name for c in listed}, bucket_seconds, owners or {})
+        limits = owners or {}
+        # A cap is looked at on a clock alone: what is written between two looks is over it.
+        interval = CAP_INTERVAL_SECONDS if any(each.cap_bytes is not None for each in limits.values()) else EXPIRY_INTERVAL_SECONDS
+        names = {c.id: c.name for c in listed}
+        return cls({c.id: c.keep_seconds for c in listed}, names, bucket_seconds, limits, expiry_interval_seconds=interval)
 
     def retention_table(self) -> list[int]:
         """Seconds of each of the 16 classes, as Store.set_retentions takes them; classes nobody defined keep nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -11,10 +12,12 @@ from typing import Any, Final
 from kvstore import tcp
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import ConfigError, KvstoreError
-from kvstore.units import parse_bytes, parse_seconds
+from kvstore.owners import Owner, merged, owner_of_argument
+from kvstore.units import format_bytes, parse_bytes, parse_seconds
 
 IO_ENGINES: Final = ("auto", "buffered", "direct")
 RECORD_ROOM_BYTES: Final = 1 << 20
+FLOORS_SHARE_MAX: Final = 0.9  # past it nothing may go when a node is full, and writes stop
 FREE_BYTES_MIN: Final = 64 << 20  # below this a disk is full already
 
 
@@ -46,6 +49,7 @@ class NodeConfig:
     congestion_control: str = "cubic"  # of TCP; "host": what the host uses by default
     drain_timeout_seconds: float = 25.0  # below the usual grace period of 30 s
     log_interval_seconds: float = 10.0
+    owners: tuple[Owner, ...] = ()
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -123,6 +127,13 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
     add("--idle-timeout", metavar="TIME", help="a connection without requests is closed after this (default 5m)")
     add("--progress-timeout", metavar="TIME", help="a peer that stands still in mid-message is cut after this (default 3s)")
     add("--congestion-control", metavar="NAME", help="of TCP, or host for what this host uses by default (default cubic)")
+    add(
+        "--owner",
+        metavar="LIMITS",
+        action="append",
+        default=[],
+        help="floor and cap of an owner: name=acme,tag=HEX,floor=10GB,cap=400GB (repeatable; replaces [owners.acme] of the file)",
+    )
     add("--drain-timeout", metavar="TIME", help="how long a SIGTERM may take (default 25s)")
 
 
@@ -153,9 +164,9 @@ _FLAGS: Final[dict[str, tuple[str, Any]]] = {
 assert {field for field, _ in _FLAGS.values()} <= {f.name for f in fields(NodeConfig)}
 
 
-def config_from_args(args: argparse.Namespace) -> NodeConfig:
-    """A NodeConfig from what add_node_arguments took: flag, else the map's entry for this node, else the default."""
-    given: dict[str, Any] = {}
+def config_from_args(args: argparse.Namespace, owners: Sequence[Owner] = ()) -> NodeConfig:
+    """A NodeConfig from what add_node_arguments took: flag, else the map's entry for this node, else the default. `owners`: of the file."""
+    given: dict[str, Any] = {"owners": merged(owners, [owner_of_argument(text) for text in args.owner])}
     for flag, (field, convert) in _FLAGS.items():
         value = getattr(args, flag, None)
         if value is None:
@@ -190,10 +201,13 @@ def capacity_of(config: NodeConfig) -> int:
     used = sum(entry.stat().st_blocks * 512 for entry in path.rglob("*") if entry.is_file())
     if free < FREE_BYTES_MIN and used < FREE_BYTES_MIN:
         raise ConfigError("E123", f"disk of {path} is full", f"{free >> 20} MiB free", "free space on it, or name another disk with --data")
-    if config.capacity_bytes:
-        return config.capacity_bytes
     reserve = max(1 << 30, disk.f_blocks * disk.f_frsize // 20)  # a full filesystem serves nobody, least of all the index
-    return max(used + free - reserve, FREE_BYTES_MIN)
+    capacity = config.capacity_bytes or max(used + free - reserve, FREE_BYTES_MIN)
+    floors = sum(owner.limits.floor_bytes for owner in config.owners)
+    if floors > FLOORS_SHARE_MAX * capacity:
+        what = f"floors of {len(config.owners)} owners are {format_bytes(floors)} together"
+        raise ConfigError("E121", what, f"this node has {format_bytes(capacity)}", f"lower them to {FLOORS_SHARE_MAX:.0%} of it or less")
+    return capacity
 
 
 def choose_io(config: NodeConfig) -> tuple[str, str]:

@@ -93,6 +93,8 @@ class Node:
         _raise_descriptor_limit()
         log.info(f"kvstore {version()}, node {config.node_id} of cluster {self.map.cluster_id}, epoch {self.map.epoch}, pid {os.getpid()}")
         log.info(f"disk {config.data_dir}, {format_bytes(self.capacity_bytes)} to use")
+        for owner in config.owners:
+            log.info(f"owner {owner.name}: {owner.limits}")
         with port_fault(config.host, config.http_port, "--http-port"):
             self.http = HttpServer(config.host, config.http_port, self.checks, self.metrics_text)
         self._open_store()
@@ -133,7 +135,8 @@ class Node:
         self._facts.epoch = self.map.epoch
         self._facts.retention_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
         self._facts.started_unix_seconds = time.time()
-        self._registry = node_registry(self.server.stats, self.store.stats, self._facts, self._evictions)
+        self._facts.owners = config.owners
+        self._registry = node_registry(self.server.stats, self.store.stats, self._facts, self._evictions, self.store.queues)
         self._facts.ready = True
         self.control.start()
         self.control.set_ready(True)
@@ -142,7 +145,8 @@ class Node:
 
     def _open_store(self) -> None:
         directory = self.config.data_dir
-        policy = EvictionPolicy.of_classes(self.map.classes.values(), bucket_seconds=self.map.bucket_seconds)
+        limits = {owner.tag: owner.limits for owner in self.config.owners}
+        policy = EvictionPolicy.of_classes(self.map.classes.values(), bucket_seconds=self.map.bucket_seconds, owners=limits)
         began = time.monotonic()
         try:
             self.store = _native.Store(
