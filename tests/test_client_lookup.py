@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvstore import wire
 from kvstore.client import Accept, Client, ClientConfig, Clock, Fidelity
 from kvstore.client.planner import Planner
 from kvstore.clustermap import ClusterMap, Node
+from kvstore.keys import block_tags
 from kvstore.layout import Layout
 from kvstore.placement import Placement
 from kvstore.wire import Status, Verb
@@ -330,3 +332,32 @@ def test_what_was_written_in_an_older_epoch_is_found_and_read() -> None:
             more = store(reader, keys, first=60)
             result, place = load(reader, reader.lookup(keys))
             assert result.blocks == 100 and np.array_equal(place, np.concatenate([data, more]))
+
+
+def test_nodes_that_name_writings_without_end_do_not_hold_a_lookup_past_its_deadline() -> None:
+    """Each of them ends in one more walk, and one more promise that nobody keeps."""
+    keys = chain(40, SMALL)
+    tags = tuple(int(tag) for tag in block_tags(keys))
+    layout_tag = int.from_bytes(SMALL.digest()[:8], "little")
+
+    async def invent(verb: Verb, body: bytes, right: bytes) -> bytes | None:
+        if verb is not Verb.DISCOVER:
+            return None
+        asked = [body[at : at + 32] for at in range(32, len(body), 32)]
+        if keys[0].tobytes() not in asked:
+            return None
+        first = wire.Writing(
+            0, 1, 1, asked.index(keys[0].tobytes()), 0, 0, 2, 0, 0, 0, SMALL.block_bytes, 10, 2, 0, 1, layout_tag, (), tags
+        )
+        return wire.encode_discover_reply([replace(first, write_id=number) for number in range(1, 2400)])
+
+    with PeerCluster() as cluster, Client(cluster.map, layout=SMALL, config=NO_REUSE) as client:
+        store(client, keys)
+        for peer in cluster.peers:
+            peer.reply_rule = invent
+        began = time.monotonic()
+        client.lookup(keys, deadline_seconds=0.3)
+        assert time.monotonic() - began < 3
+        for peer in cluster.peers:
+            peer.reply_rule = None
+        assert client.lookup(keys).hit_blocks == 40

@@ -109,7 +109,11 @@ class Lookup:
             if not short:
                 break
             self._refused.update(short)
-            complete &= time.monotonic() < deadline
+            if time.monotonic() >= deadline:  # no time for another walk: what holds before the first gap is the hit
+                ids = found["write_id"].tolist()
+                gap = next(at for at, piece in enumerate(pieces) if (piece.candidate.start, ids[piece.candidate.row]) in self._refused)
+                pieces, complete = pieces[:gap], False
+                break
         absent = [self._absent[piece.candidate.start, int(found["write_id"][piece.candidate.row])] for piece in pieces]
         return Hit(pieces, found, absent, self._known_starts(found, call), complete)
 
