@@ -210,6 +210,15 @@ Index::Index(const std::string& dir, uint64_t map_bytes, bool fresh) : map_bytes
   mdb_env_set_mapsize(env, map_bytes);
   // NOSYNC: the store says when to sync. NORDAHEAD: lookups are random. No WRITEMAP: a full disk is then an answer, not a SIGBUS.
   if (int rc = mdb_env_open(env, dir.c_str(), MDB_NOSYNC | MDB_NOTLS | MDB_NORDAHEAD | MDB_NOMEMINIT, 0644)) fail("open", rc);
+  // A file that was cut off is a SIGBUS where its map ends. With zeros in place of what is lost, damage is an answer here, too.
+  MDB_envinfo info;
+  MDB_stat shape;
+  struct stat st{};
+  mdb_env_info(env, &info);
+  mdb_env_stat(env, &shape);
+  const std::string file = dir + "/data.mdb";
+  const uint64_t whole = (uint64_t(info.me_last_pgno) + 1) * shape.ms_psize;
+  if (::stat(file.c_str(), &st) == 0 && uint64_t(st.st_size) < whole && truncate(file.c_str(), off_t(whole)) != 0) fail("size", errno);
   MDB_txn* txn = nullptr;
   if (int rc = mdb_txn_begin(env, nullptr, 0, &txn)) fail("begin", rc);
   for (auto [name, dbi] : {std::pair{"extents", &extents}, {"recency", &recency}, {"freed", &freed}})

@@ -131,6 +131,21 @@ def test_flipped_bits_of_the_index_never_give_wrong_bytes_and_never_stop_the_nod
     assert crashes <= len(records)
 
 
+def test_an_index_that_was_cut_off_does_not_end_the_node(tmp_path: Path) -> None:
+    """Past the end of its file a map is a SIGBUS."""
+    stored(tmp_path / "sound")
+    numbers = ",".join(str(n) for n in range(COUNT))
+    size = (tmp_path / "sound" / "index" / "data.mdb").stat().st_size
+    for left in (0, 1, 4096, 8191, 8192, 12_288, size // 2, size - 8192, size - 4096, size - 1):
+        hurt = tmp_path / f"cut-{left}"
+        shutil.copytree(tmp_path / "sound", hurt)
+        os.truncate(hurt / "index" / "data.mdb", left)
+        ran = subprocess.run([sys.executable, CHILD, "check", str(hurt), numbers], stdout=subprocess.PIPE, text=True, timeout=110)
+        assert ran.returncode == 0, left
+        result = json.loads(ran.stdout)
+        assert 2 not in result["answers"] and result["started"] and result["problems"] == [], (left, result)
+
+
 def test_any_bytes_as_ghosts_are_no_fault(tmp_path: Path) -> None:
     stored(tmp_path)
     (tmp_path / "ghosts" / "19000.ghost").write_bytes(random.Random(1).randbytes(1003))
