@@ -16,7 +16,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from server_tools import Daemon, assert_item, daemon, extent_of, make_record, run_to_end, serving, spawn, until
+from server_tools import (
+    DEADLINE_SECONDS,
+    Daemon,
+    assert_item,
+    daemon,
+    drain_lines,
+    extent_of,
+    make_record,
+    run_to_end,
+    serving,
+    spawn,
+    until,
+)
 
 from kvstore import record, wire
 from kvstore.clustermap import ClusterMap, Node
@@ -377,3 +389,16 @@ def test_twenty_starts_and_stops_of_a_server_leave_no_thread_behind(tmp_path: Pa
         ),
         "threads and descriptors as before",
     )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_daemon_that_is_stopped_while_it_starts_stops_in_order(tmp_path: Path, signum: int) -> None:
+    """Twice within a minute: as crashes, they would cost the index."""
+    for _ in range(2):
+        process, lines = spawn(tmp_path)
+        until(lambda: (tmp_path / "state").exists() and "running 1" in (tmp_path / "state").read_text(), "the store is being opened")
+        process.send_signal(signum)
+        assert process.wait(DEADLINE_SECONDS) == 0
+        assert not any("Traceback" in line for line in drain_lines(lines, []).stderr)
+    with daemon(tmp_path) as running:
+        assert "loaded" in running.ready["index"], running.ready["index"]

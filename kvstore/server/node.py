@@ -221,6 +221,10 @@ class Node:
                 wait([stopped], SIGNAL_POLL_SECONDS)
             return stopped.result()
 
+    @property
+    def stopping(self) -> bool:
+        return self._draining
+
     def request_stop(self) -> None:
         """Begins the drain; harmless twice. Safe in a signal handler."""
         self._draining = True
@@ -375,11 +379,13 @@ def run_node(config: NodeConfig) -> int:
             os._exit(128 + signum)  # told twice: at once; what is on disk is whole by construction
         node.request_stop()
 
-    node.start()  # until here a signal simply ends the process: nothing was promised to anyone
+    # Before the start: a daemon that is stopped while it starts must not leave its directory as a crash would.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, on_stop)
     signal.signal(signal.SIGHUP, lambda *_: node.request_reload())
-    node.announce()
+    node.start()
+    if not node.stopping:
+        node.announce()
     return node.serve_until_stopped()
 
 
