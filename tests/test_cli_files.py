@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_tool import Cli
 
+from kvstore.cli.blocks import scan, windows
 from kvstore.clustermap import ClusterMap, Node
+from kvstore.errors import InputError
 from kvstore.server.local import LocalCluster
 
 BLOCK = 113_920
@@ -89,6 +92,65 @@ def test_nothing_is_written_over_unless_told(cli: Cli, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"old"
     assert cli.run("get", "in", "-o", "out", "--force").code == 0
     assert (tmp_path / "out").read_bytes() == b"new"
+
+
+def test_only_a_file_is_written_over(cli: Cli, tmp_path: Path) -> None:
+    """`-o /dev/null --force` as root must not put a file in the place of the device."""
+    (tmp_path / "in").write_bytes(b"new")
+    cli.run("put", "in")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    for name in ("fifo", "folder", "/dev/null"):
+        cli.run("get", "in", "-o", name, "--force").refused(4, "E301", f"{name} is no file")
+    assert (tmp_path / "fifo").is_fifo() and Path("/dev/null").is_char_device()
+    (tmp_path / "elsewhere").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("elsewhere")
+    assert cli.run("get", "in", "-o", "link", "--force").code == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere").read_bytes() == b"new"
+
+
+def test_a_handle_from_elsewhere_names_no_place_outside_this_folder(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"data")
+    cli.run("put", "in", "--handle", "h.json")
+    good = json.loads((tmp_path / "h.json").read_text())
+    for field, value in (("name", "../out"), ("name", str(tmp_path / "out")), ("name", 7), ("file_bytes", 3.5), ("digest", None)):
+        (tmp_path / "h.json").write_text(json.dumps({**good, field: value}))
+        cli.run("get", "--handle", "h.json").refused(2)
+    assert not (tmp_path / "out").exists() and not (tmp_path.parent / "out").exists()
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    cli.run("get", "--handle", "deep.json").refused(2, "deep.json is not a handle")
+
+
+def test_a_damaged_handle_hides_no_other(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"data")
+    handle = Path(cli.run("put", "in", "--json").json["data"]["handle"])
+    (handle.parent / "bad.json").write_text("x")
+    listed = cli.run("get", "--list")
+    assert listed.code == 0 and "in " in listed.stdout and "bad.json is not a handle" in listed.stderr
+
+
+def test_a_pipe_is_a_file_too(cli: Cli, tmp_path: Path) -> None:
+    content = os.urandom(100_000)
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,))
+    writer.start()
+    assert cli.run("put", "pipe").code == 0
+    writer.join()
+    assert cli.run("get", "pipe", "-o", "copy").code == 0 and (tmp_path / "copy").read_bytes() == content
+
+
+def test_a_file_that_changes_while_it_is_put_is_not_stored_under_keys_of_other_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    content = os.urandom(5000)
+    path.write_bytes(content)
+    with path.open("rb", buffering=0) as file:
+        handle = scan(file, "log", "dev", 1000)
+        path.write_bytes(content + b"appended")
+        assert [(at, blocks.tobytes()) for at, blocks in windows(file, handle, 2)] == [(2, content[2000:])], "what was there is there"
+        for changed in (content[:4000], content[:2999] + b"?" + content[3000:]):
+            path.write_bytes(changed)
+            with pytest.raises(InputError, match="changed while it was read"):
+                list(windows(file, handle, 2))
 
 
 def test_wrong_input_is_one_line(cli: Cli, tmp_path: Path) -> None:

@@ -65,12 +65,16 @@ class Handle:
                 raise ValueError("another schema")
             hashes = tuple(bytes.fromhex(each) for each in given.pop("hashes"))
             handle = cls(**given, hashes=hashes)
+            texts, numbers = (handle.name, handle.cluster, handle.digest), (handle.file_bytes, handle.block_bytes)
+            if {type(text) for text in texts} != {str} or {type(number) for number in numbers} != {int}:
+                raise ValueError("fields of another type")
+            handle_path(handle.name)  # it may come from elsewhere, and `get` writes to it
             blocks = -(-handle.file_bytes // handle.block_bytes)
             if not 1 <= handle.block_bytes <= BLOCK_BYTES_MAX or blocks != len(hashes) or any(len(each) != 32 for each in hashes):
                 raise ValueError("fields do not fit")
         except OSError as error:
             raise InputError("E142", f"cannot read {path}", (error.strerror or "").lower(), "check the path") from None
-        except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError):
             raise InputError(
                 "E142", f"{path} is not a handle of kvstore put", fix="give the JSON file that put wrote, or the name"
             ) from None
@@ -100,23 +104,33 @@ def scan(file: IO[bytes], name: str, cluster: str, block_bytes: int) -> Handle:
     count = 0
     while chunk := _read_exactly(file, block_bytes):
         whole.update(chunk)
-        chain = hashlib.blake2b(chain + len(chunk).to_bytes(8, "little") + chunk, digest_size=32).digest()
+        chain = _link(chain, chunk)
         hashes.append(chain)
         count += len(chunk)
     return Handle(name, cluster, count, block_bytes, whole.hexdigest(), tuple(hashes))
 
 
 def windows(file: IO[bytes], handle: Handle, first_block: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(ordinal of the first block, blocks (n, block_bytes)) from `first_block` to the end; the last block is padded with zeros. The array
-    is used again for the next window only after the caller asks for it."""
+    """(ordinal of the first block, blocks (n, block_bytes)) from `first_block` to the end; the last block is padded with zeros. Raises
+    InputError where the bytes are no longer those of the scan: they would be stored under the keys of others."""
     step = max(1, WINDOW_BYTES // handle.block_bytes)
     file.seek(first_block * handle.block_bytes)
+    chain = handle.hashes[first_block - 1] if first_block else b""
     for at in range(first_block, len(handle.hashes), step):
         count = min(step, len(handle.hashes) - at)
         blocks = np.zeros((count, handle.block_bytes), np.uint8)
-        raw = _read_exactly(file, count * handle.block_bytes)
+        raw = _read_exactly(file, min(count * handle.block_bytes, handle.file_bytes - at * handle.block_bytes))
+        for block in range(count):
+            chain = _link(chain, raw[block * handle.block_bytes : (block + 1) * handle.block_bytes])
+            if chain != handle.hashes[at + block]:
+                raise InputError("E142", f"{handle.name} changed while it was read", fix="put it when nobody writes to it, or a copy of it")
         blocks.reshape(-1)[: len(raw)] = np.frombuffer(raw, np.uint8)
         yield at, blocks
+
+
+def _link(chain: bytes, chunk: bytes) -> bytes:
+    """The chain's next digest: what stands for a block and all before it."""
+    return hashlib.blake2b(chain + len(chunk).to_bytes(8, "little") + chunk, digest_size=32).digest()
 
 
 def _read_exactly(file: IO[bytes], count: int) -> bytes:

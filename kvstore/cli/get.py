@@ -48,15 +48,18 @@ def run(args: argparse.Namespace) -> int:
         return _list(args.out)
     handle = _handle(args)
     target = args.output or handle.name
-    if target != "-" and Path(target).exists() and not args.force:
-        raise Refused("E301", f"{target} is there already", fix="another name with -o, or --force")
+    if target != "-" and Path(target).exists():
+        if not Path(target).is_file():  # a device, a pipe, a directory: a file must not take its name
+            raise Refused("E301", f"{target} is no file", fix="another name with -o, or -o - to write to standard output")
+        if not args.force:
+            raise Refused("E301", f"{target} is there already", fix="another name with -o, or --force")
     cluster_map = find_map(args)
     started = time.monotonic()
     if target == "-":
         decoded = _load(sys.stdout.buffer, handle, cluster_map, args)
         sys.stdout.buffer.flush()
     else:
-        decoded = _load_to(Path(target), handle, cluster_map, args)
+        decoded = _load_to(Path(target).resolve(), handle, cluster_map, args)
     seconds = time.monotonic() - started
     rate = format_bytes(handle.file_bytes / max(seconds, 1e-9))
     args.out.note(f"{target}: {format_bytes(handle.file_bytes)}, bytes equal, {seconds:.2f} s, {rate}/s, {decoded} pieces decoded")
@@ -124,7 +127,12 @@ def _require(found: int, wanted: int, total: int, cluster_map: ClusterMap, args:
 
 
 def _list(out: Output) -> int:
-    handles = [Handle.load(path) for path in sorted(handles_directory().glob("*.json"))]
+    handles = []
+    for path in sorted(handles_directory().glob("*.json")):
+        try:
+            handles.append(Handle.load(path))
+        except InputError as error:
+            out.warn(str(error))
     out.table(("name", "size", "blocks", "cluster"), [(h.name, format_bytes(h.file_bytes), len(h.hashes), h.cluster) for h in handles])
     out.result({"files": [{"name": h.name, "file_bytes": h.file_bytes, "blocks": len(h.hashes), "cluster": h.cluster} for h in handles]})
     return 0

@@ -62,16 +62,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _opened(name: str) -> IO[bytes]:
-    """The file, or a copy of standard input: it is read twice."""
+    """The file, or a copy of standard input or of another pipe: it is read twice."""
     if name == "-":
-        spool = cast(IO[bytes], tempfile.TemporaryFile())  # noqa: SIM115  the caller closes it
-        shutil.copyfileobj(sys.stdin.buffer, spool)
-        spool.seek(0)
-        return spool
+        return _copy_of(sys.stdin.buffer)
     try:
-        return Path(name).open("rb")
+        file = Path(name).open("rb")  # noqa: SIM115  the caller closes it
     except OSError as error:
         raise InputError("E142", f"cannot read {name}", (error.strerror or str(error)).lower(), "check the path") from None
+    if file.seekable():
+        return file
+    with file:
+        return _copy_of(file)
+
+
+def _copy_of(stream: IO[bytes]) -> IO[bytes]:
+    spool = cast(IO[bytes], tempfile.TemporaryFile())  # noqa: SIM115  the caller closes it
+    shutil.copyfileobj(stream, spool)
+    spool.seek(0)
+    return spool
 
 
 def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: str, args: argparse.Namespace) -> tuple[int, int]:
