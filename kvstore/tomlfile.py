@@ -27,6 +27,8 @@ class TomlFile:
             self.data: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError("E100", f"{name} is not TOML", str(error), "correct that line") from None
+        except (ValueError, RecursionError):  # thousands of digits, or of brackets
+            raise ConfigError("E100", f"{name} is no kvstore file", "a number too long, or nested too deep", "name another file") from None
 
     @classmethod
     def load(cls, path: str | Path) -> TomlFile:

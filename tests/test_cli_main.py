@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cli_tool import ROOT, Cli
+from server_tools import until
 
 from kvstore.cli.codes import ERRORS, HEALTH, RANGES
 from kvstore.cli.main import COMMANDS
@@ -108,6 +111,8 @@ def test_settings_come_from_flag_then_environment_then_file_then_default(tmp_pat
         ('io = "fast"', "write one of auto, buffered, direct"),
         ('class = "Chat Prod"', "use a-z, 0-9, -"),
         ("nodes = = 3", "is not TOML"),
+        ("nodes = " + "9" * 5000, "number too long"),
+        ("map = " + "[" * 5000 + "]" * 5000, "nested too deep"),
     ],
 )
 def test_a_bad_configuration_file_names_line_and_fix(cli: Cli, tmp_path: Path, text: str, says: str) -> None:
@@ -175,9 +180,38 @@ def test_explain_finds_the_differing_field_of_a_namespace(cli: Cli, tmp_path: Pa
         (b'{"tokens": [1], "namespace": {"weights": "x", "kv_dtype": "bf16", "layout": "v42"}}', 'did you mean "v41"?'),
         (b'{"tokens": [1], "namespace": {"weights": "x", "kv_dtype": "bf16"}}', "layout_digest"),
         (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000 + b"]" * 100_000, "nested too deep"),
+        (b"[" + b"9" * 5000 + b"]", "is not JSON"),
+        (b'{"tokens": [1], "namespace": {"weights": "x", "kv_dtype": "bf16", "layout": []}}', 'no layout "[]"'),
     ],
 )
 def test_explain_refuses_wrong_files_in_one_line(cli: Cli, tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "x.json").write_bytes(content)
     cli.run("explain", "x.json", "x.json").refused(2, "x.json", says)
     cli.run("explain", "missing.json", "x.json").refused(2, "missing.json", "no such file")
+
+
+@pytest.mark.parametrize("words", [("fsck", ""), ("up", "--fresh", "--dir", ""), ("node", "--data="), ("replay", "x", "--data", "")])
+def test_an_empty_argument_is_no_directory(cli: Cli, words: tuple[str, ...]) -> None:
+    cli.run(*words).refused(2, "E140", "is empty", "give a value")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_trace_and_no_file_of_ours(cli: Cli, tmp_path: Path, closed: str) -> None:
+    """A file that took number 2 would get what is meant for a person."""
+    look = f"exec {closed}; " + shlex.join(cli.command("explain", "E107"))
+    done = subprocess.run(["bash", "-c", look], capture_output=True, env=dict(cli.environ), text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    data = tmp_path / "data"
+    data.mkdir()
+    closing = {"<&-": (0,), ">&-": (1,), "2>&-": (2,)}.get(closed, (0, 1, 2))
+    serve = f"exec {closed}; exec " + shlex.join([sys.executable, "-m", "kvstore.server", "--data", str(data), "--capacity", "64MB"])
+    process = subprocess.Popen(
+        ["bash", "-c", serve], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(cli.environ)
+    )
+    try:
+        until(lambda: (data / "state").exists() and (data / "index" / "data.mdb").exists(), "the daemon has opened its files")
+        assert {str(Path(f"/proc/{process.pid}/fd/{number}").readlink()) for number in closing} == {"/dev/null"}
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0

@@ -87,6 +87,7 @@ def test_busy_hour_packs_conversations_by_a_hash_of_their_number() -> None:
         ("[1]\n", "not a JSON object"),
         ('{"timestamp": 5, "output_length": 1, "hash_ids": []}\n', '"input_length" is missing'),
         ('{"timestamp": 5, "input_length": -5, "output_length": 1, "hash_ids": []}\n', '"input_length" is -5'),
+        ('{"timestamp": 5, "input_length": 1099511627776, "output_length": 1, "hash_ids": []}\n', '"input_length" is 1099511627776'),
         ('{"timestamp": 5, "input_length": true, "output_length": 1, "hash_ids": [1]}\n', '"input_length" is true'),
         ('{"timestamp": 5, "input_length": 1e3, "output_length": 1, "hash_ids": [1, 2]}\n', '"input_length" is 1000.0'),
         ('{"timestamp": "5", "input_length": 5, "output_length": 1, "hash_ids": [1]}\n', '"timestamp" is "5"'),

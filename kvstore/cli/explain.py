@@ -89,6 +89,8 @@ def _read(path: Path) -> _Prompt:
         given = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError("E142", f"cannot read {path}", (error.strerror or "").lower(), "check the path") from None
+    except RecursionError:
+        raise InputError("E142", f"{path} is not JSON", "nested too deep", f"give {_FORM}") from None
     except ValueError as error:
         raise InputError("E142", f"{path} is not JSON", str(error).lower(), f"give {_FORM}") from None
     if isinstance(given, list):
@@ -119,7 +121,7 @@ def _namespace(given: Any, path: Path) -> Namespace:
     values = dict(given)
     layout = values.pop("layout", None)
     if layout is not None:
-        if layout not in PRESETS:
+        if not isinstance(layout, str) or layout not in PRESETS:
             raise InputError("E142", f'{path}: no layout "{layout}"', fix=suggestion(str(layout), PRESETS))
         values["layout_digest"] = PRESETS[layout].digest()
     elif isinstance(values.get("layout_digest"), str):

@@ -25,6 +25,7 @@ from typing import Any, Final, NoReturn
 from kvstore.cli.output import Output
 from kvstore.config import load_settings, xdg
 from kvstore.errors import KvstoreError, UsageError
+from kvstore.streams import open_standard_streams
 from kvstore.tomlfile import suggestion
 from kvstore.version import revision, version
 
@@ -78,6 +79,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def entry() -> None:
     """The console script."""
+    open_standard_streams()
     sys.exit(main(sys.argv[1:]))
 
 
@@ -114,6 +116,8 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:
             if debug:
                 traceback.print_exc()
+            if isinstance(error, MemoryError):
+                error = OSError(errno.ENOMEM, "cannot allocate memory", "the answer")
             if isinstance(error, OSError) and error.errno in _SURROUNDINGS:
                 told = _told(error)
                 _give_up_stdout(error)
@@ -133,6 +137,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, module in _modules(argv):
         module.add_parser(subparsers)
         subparsers.choices[name].set_defaults(run=module.run)
+    for at, word in enumerate(argv):  # a variable that was not set, as a rule; as a path it would be the current directory
+        flag, _, value = word.partition("=")
+        if not word or (flag.startswith("--") and flag != word and not value):
+            what = flag or (argv[at - 1] if at and argv[at - 1].startswith("-") else f"argument {at + 1}")
+            raise UsageError("E140", f"{what} is empty", fix="give a value, or leave it out")
     args = parser.parse_args(argv)
     for flag in ("json", "quiet", "verbose", "debug"):
         setattr(args, flag, getattr(args, flag, False))

@@ -14,7 +14,7 @@ from kvstore.cli.output import Output
 from kvstore.cli.signals import interrupted_by_signals
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import ConfigError, InputError, UsageError
-from kvstore.layout import PRESETS, Layout
+from kvstore.layout import BLOCK_BYTES_MAX, PRESETS, Layout
 from kvstore.replay import ReplayOptions, ReplayReport, Trace, TraceShape, capacity_blocks, local_cluster, open_trace, run_replay, shape_of
 from kvstore.replay.report import Latency
 from kvstore.units import format_bytes, format_seconds
@@ -108,6 +108,8 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and value < low:
             raise UsageError("E131", f"--{flag.replace('_', '-')} {value}", "out of range", f"give at least {low}")
+    if args.block_bytes > BLOCK_BYTES_MAX:
+        raise UsageError("E131", f"--block-bytes {args.block_bytes}", "out of range", f"give 1 to {BLOCK_BYTES_MAX}")
     if args.speed is not None and not 0 < args.speed < float("inf"):
         raise UsageError("E131", f"--speed {args.speed}", "out of range", "give a number above 0")
     if args.speed is not None and args.clock != "wall":

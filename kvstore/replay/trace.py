@@ -24,6 +24,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 LINE_BYTES_MAX = 16 << 20  # a prompt of 100 million tokens still fits
 ID_MAX = 2**48  # ids times four stay exact in 64 bits
 TOKENS_MAX = 2**40
+INPUT_TOKENS_MAX = 2**28  # of one prompt: its blocks are held in memory
 
 Format = Literal["mooncake", "weka"]
 Variant = Literal["plain", "busy1h"]
@@ -178,7 +179,7 @@ def _short(value: object) -> str:
 
 
 def _mooncake(fields: dict[str, Any]) -> Request:
-    input_tokens = _number(fields, "input_length", TOKENS_MAX)
+    input_tokens = _number(fields, "input_length", INPUT_TOKENS_MAX)
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < ID_MAX for one in ids):
         raise _BadLine('"hash_ids" is not a list of whole numbers')
@@ -189,7 +190,7 @@ def _mooncake(fields: dict[str, Any]) -> Request:
 
 
 def _weka(fields: dict[str, Any]) -> Request:
-    input_tokens = _number(fields, "in", TOKENS_MAX)
+    input_tokens = _number(fields, "in", INPUT_TOKENS_MAX)
     found = fields.get("runs")
     if not isinstance(found, list) or not all(_is_run(run) for run in found):
         raise _BadLine('"runs" is not a list of [first id, count]')

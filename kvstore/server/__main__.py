@@ -7,9 +7,11 @@ import sys
 
 from kvstore.errors import KvstoreError
 from kvstore.server.config import add_node_arguments, config_from_args
+from kvstore.streams import open_standard_streams
 
 
 def main() -> int:
+    open_standard_streams()
     parser = argparse.ArgumentParser(prog="kvstore node", description="One storage daemon on one disk.", allow_abbrev=False)
     add_node_arguments(parser)
     args = parser.parse_args()

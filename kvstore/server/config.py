@@ -171,6 +171,8 @@ def config_from_args(args: argparse.Namespace, owners: Sequence[Owner] = ()) -> 
         value = getattr(args, flag, None)
         if value is None:
             continue
+        if value == "":  # a variable that was not set: Path("") would be the current directory
+            raise ConfigError("E121", f"--{flag.replace('_', '-')} is empty", fix="give a value")
         try:
             given[field] = convert(value)
         except KvstoreError as error:
