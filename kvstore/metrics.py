@@ -112,6 +112,7 @@ NODE: Final = (
     Metric("kvstore_owner_used_bytes", "gauge", "Bytes of records of an owner.", {"owner": OWNERS}),
     Metric("kvstore_owner_floor_bytes", "gauge", "Bytes below which an owner loses nothing to others.", {"owner": OWNERS}),
     Metric("kvstore_owner_cap_bytes", "gauge", "Bytes past which an owner loses its own oldest; 0: no cap.", {"owner": OWNERS}),
+    Metric("kvstore_retention_seconds", "gauge", "Seconds since the last use of the oldest that is held; 0: nothing is.", _CLASS),
     Metric("kvstore_retention_contract_seconds", "gauge", "Seconds a class is to be kept after its last use.", _CLASS),
     Metric("kvstore_epoch", "gauge", "Epoch of the cluster map in use."),
     Metric("kvstore_epoch_seen", "gauge", "Newest epoch that any peer has named."),
@@ -292,6 +293,7 @@ class NodeFacts:
     ready: bool = False
     started_unix_seconds: float = 0.0
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
+    class_names: Mapping[int, str] = field(default_factory=dict)
     owners: Sequence[Owner] = ()
 
     def owner_names(self) -> tuple[str, ...]:
@@ -299,7 +301,14 @@ class NodeFacts:
         return tuple(dict.fromkeys((DEFAULT, *(owner.name for owner in self.owners), OTHER)))
 
 
-Queues = Callable[[], Sequence[tuple[int, bytes, int, int]]]
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one owner holds in one class."""
+
+    retention_class: int
+    owner: bytes
+    used_bytes: int
+    oldest_age_seconds: float  # since last use
 
 
 def node_registry(
@@ -307,9 +316,9 @@ def node_registry(
     store_stats: Callable[[], Mapping[str, Any]],
     facts: NodeFacts,
     evictions: EvictionMetrics | None = None,
-    queues: Queues | None = None,
+    holdings: Callable[[], Iterable[Holding]] = tuple,
 ) -> CollectorRegistry:
-    """A storage daemon's metrics: `server_stats` is Server.stats, `store_stats` Store.stats, `queues` Store.queues (_native.pyi)."""
+    """A storage daemon's metrics: `server_stats` is Server.stats, `store_stats` Store.stats (kvstore/kernels/_native.pyi)."""
     owner_labels = {"owner": facts.owner_names()}
     table = [replace(metric, labels={**metric.labels, **owner_labels}) if "owner" in metric.labels else metric for metric in NODE]
 
@@ -328,17 +337,21 @@ def node_registry(
         for owner in facts.owners:
             values.set("kvstore_owner_floor_bytes", owner.limits.floor_bytes, owner.name)
             values.set("kvstore_owner_cap_bytes", owner.limits.cap_bytes or 0, owner.name)
-        if queues is not None:
-            read_queues(queues(), facts.owners, values)
+        read_holdings(holdings(), facts, values)
 
     return registry_of(table, read)
 
 
-def read_queues(queues: Sequence[tuple[int, bytes, int, int]], owners: Sequence[Owner], values: Values) -> None:
-    """Store.queues() -> the node table."""
-    names = {bytes(TAG_BYTES): DEFAULT, **{owner.tag: owner.name for owner in owners}}
-    for _, tag, _, used_bytes in queues:
-        values.add("kvstore_owner_used_bytes", used_bytes, names.get(tag, OTHER))
+def read_holdings(holdings: Iterable[Holding], facts: NodeFacts, values: Values) -> None:
+    """What owners hold -> the node table."""
+    names = {bytes(TAG_BYTES): DEFAULT, **{owner.tag: owner.name for owner in facts.owners}}
+    oldest: dict[str, float] = {}
+    for held in holdings:
+        values.add("kvstore_owner_used_bytes", held.used_bytes, names.get(held.owner, OTHER))
+        name = class_label(held.retention_class, facts.class_names)
+        oldest[name] = max(oldest.get(name, 0.0), held.oldest_age_seconds)
+    for name, seconds in oldest.items():
+        values.set("kvstore_retention_seconds", seconds, name)
 
 
 def read_server(stats: Mapping[str, Any], values: Values) -> None:

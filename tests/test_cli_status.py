@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_tool import Cli
 
+from kvstore.cli import status
 from kvstore.cli.cluster import NodeReport
 from kvstore.cli.codes import HEALTH
 from kvstore.cli.health import evaluate, overall
 from kvstore.clustermap import ClusterMap, Node
+from kvstore.server.activity import Moved, Traffic
 from kvstore.server.local import LocalCluster
 
 
@@ -151,6 +155,17 @@ def report(cluster_map: ClusterMap, at: int, **changes: object) -> NodeReport:
         ({"values": {'kvstore_disk_errors_total{kind="checksum"}': 300.0}}, "CHECKSUM_ERRORS", "ERR"),
         ({"values": {'kvstore_index_starts_total{mode="rebuild"}': 1.0}}, "INDEX_REBUILT", "INFO"),
         ({"version": "0.2.0"}, "VERSION_MIXED", "WARN"),
+        (
+            {
+                "values": {
+                    'kvstore_evicted_bytes_total{retention_class="chat",reason="lru"}': 5.0,
+                    'kvstore_retention_seconds{retention_class="chat"}': 69_120.0,
+                    'kvstore_retention_contract_seconds{retention_class="chat"}': 604_800.0,
+                }
+            },
+            "RETENTION_SHORT",
+            "WARN",
+        ),
         ({"used_bytes": 995, "values": {'kvstore_node_requests_total{op="write",result="no_space"}': 5.0}}, "EVICTION_STALLED", "ERR"),
     ],
 )
@@ -171,6 +186,70 @@ def test_a_clock_is_not_blamed_for_a_slow_path_nor_a_full_node_that_evicts() -> 
     slow = report(where, 0, clock_offset_seconds=0.4, answer_seconds=0.5)
     busy = report(where, 1, used_bytes=999, values=values)
     assert evaluate(where, [slow, busy, *(report(where, i) for i in range(2, 12))]) == []
+
+
+def kept(seconds: float, **evicted: float) -> dict[str, float]:
+    return {
+        'kvstore_retention_seconds{retention_class="chat"}': seconds,
+        'kvstore_retention_contract_seconds{retention_class="chat"}': 604_800.0,
+        'kvstore_retention_seconds{retention_class="agent"}': 0.0,
+        **{f'kvstore_evicted_bytes_total{{retention_class="chat",reason="{reason}"}}': size for reason, size in evicted.items()},
+    }
+
+
+def test_a_class_is_short_only_where_it_was_evicted_for_room_before_its_time() -> None:
+    where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(12)])
+    well = [report(where, i, values=kept(700_000.0, lru=3.0)) for i in range(2, 12)]
+    young, own = report(where, 0, values=kept(60.0)), report(where, 1, values=kept(60.0, expired=5.0, quota=5.0))
+    assert evaluate(where, [young, own, *well]) == []
+    short, shorter = report(where, 0, values=kept(69_120.0, lru=1.0)), report(where, 1, values=kept(7200.0, lru=1.0))
+    [found] = evaluate(where, [short, shorter, *well])
+    assert (found.code, found.subject, found.summary) == ("RETENTION_SHORT", "chat", "keeps 2.0 h, contract 7.0 d")
+
+
+def test_traffic_and_what_is_kept_are_shown_and_no_traffic_is_said_in_words(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(3_000_000))
+    assert cli.run("put", "f").code == 0
+    ran = cli.run("status")
+    assert re.search(r"^traffic  load \d.* [kM]?B/s   save \d.* [kM]?B/s   read p99 .*   \(.*, with parity\)$", ran.stdout, re.MULTILINE), (
+        ran.stdout
+    )
+    data = cli.run("status", "--json").json["data"]
+    assert data["traffic"]["requests"] > 12 and data["traffic"]["hit_ratio"] is None
+    written = data["traffic"]["save_bytes_per_second"] * data["traffic"]["seconds"]
+    assert 3_600_000 <= written < 12_000_000  # with parity; each node has its own span
+    with LocalCluster(tmp_path / "idle", 1, capacity_bytes=128 << 20, k=1, m=0) as idle:
+        quiet = cli.run("status", "--map", idle.map_path)
+        assert re.search(r"^traffic  none   \(", quiet.stdout, re.MULTILINE) and "\nkept" not in quiet.stdout
+
+
+def test_the_kept_line_says_whether_anything_went_before_its_time() -> None:
+    where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(2)], k=1, m=1)
+    everything = [report(where, 0, values=kept(7200.0)), report(where, 1, values=kept(3600.0))]
+    assert [status._kept_words(each) for each in status._kept(everything)] == ["chat all, oldest 60.0 min of 7.0 d"]
+    some = [report(where, 0, values=kept(7200.0, lru=1.0)), report(where, 1, values=kept(3600.0))]
+    assert [status._kept_words(each) for each in status._kept(some)] == ["chat 60.0 min of 7.0 d"]
+
+
+def test_the_window_of_traffic_is_five_minutes_or_since_the_start() -> None:
+    now, done = 0.0, 0
+
+    def stats() -> dict[str, Any]:
+        return {
+            "requests": {"read": {0: done}},
+            "bytes_in": done,
+            "bytes_out": 2 * done,
+            "request_seconds": {"read": {"counts": [done, 0]}},
+        }
+
+    traffic = Traffic(stats, clock=lambda: now)
+    assert traffic.window() == Moved(0.0, 0, 0, 0, (0, 0))
+    for _ in range(1000):
+        now, done = now + 1.0, done + 5
+        traffic.sample()
+        moved = traffic.window()
+        assert moved.seconds == now if now <= 300 else 300 <= moved.seconds < 310
+        assert (moved.requests, moved.bytes_out, moved.read_counts) == (5 * moved.seconds, 10 * moved.seconds, (5 * moved.seconds, 0))
 
 
 def test_too_few_hosts_are_told() -> None:

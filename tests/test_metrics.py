@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import metrics
 from kvstore.kernels import _native
-from kvstore.metrics import AGE_BOUNDS_SECONDS, CLIENT, COMMON, LATENCY_BOUNDS_SECONDS, NODE, OPS, EvictionMetrics, NodeFacts
+from kvstore.metrics import AGE_BOUNDS_SECONDS, CLIENT, COMMON, LATENCY_BOUNDS_SECONDS, NODE, OPS, EvictionMetrics, Holding, NodeFacts
 from kvstore.server.local import LocalCluster
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
@@ -89,6 +89,16 @@ def test_native_counters_come_out_exactly(store_stats: Callable[[], dict[str, An
         "kvstore_epoch": 3,
     }
     assert {name: flat[name] for name in expected} == expected
+
+
+def test_the_oldest_of_a_class_over_all_owners_is_what_it_keeps(store_stats: Callable[[], dict[str, Any]]) -> None:
+    facts = NodeFacts(class_names={2: "chat", 9: "mine"})
+    held = [Holding(2, bytes(16), 100, 60.0), Holding(2, b"o" * 16, 20, 7200.0), Holding(9, bytes(16), 3, 5.0)]
+    flat = metrics.flat_values(metrics.node_registry(server_stats, store_stats, facts, holdings=lambda: held))
+    assert {name: flat[f'kvstore_retention_seconds{{retention_class="{name}"}}'] for name in metrics.CLASSES} == {
+        "none": 0, "batch": 0, "chat": 7200, "agent": 0, "other": 5,
+    }  # fmt: skip
+    assert flat['kvstore_owner_used_bytes{owner="default"}'] == 103 and flat['kvstore_owner_used_bytes{owner="other"}'] == 20
 
 
 def test_a_server_with_other_bounds_is_noticed(store_stats: Callable[[], dict[str, Any]]) -> None:

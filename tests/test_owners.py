@@ -74,6 +74,7 @@ def test_under_its_floor_an_owner_is_spared_where_others_fill_the_node(tmp_path:
         left = kept(server, others)
         assert left == list(range(240 - len(left), 240)) and len(left) < 160
         assert metrics(server)['kvstore_owner_floor_bytes{owner="acme"}'] == 1_000_000
+        assert metrics(server)['kvstore_retention_seconds{retention_class="chat"}'] == (1239 - 900) * 60
 
 
 def test_without_a_floor_the_same_owner_goes_first(tmp_path: Path) -> None:

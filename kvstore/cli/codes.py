@@ -67,6 +67,13 @@ HEALTH: Final = {
         ("too many bytes are promised or pinned", "floors of namespaces add up to the disk", "the evictor stopped: read the log"),
         "read the node's log; restart it if the evictor stopped; give it more capacity if floors fill it",
     ),
+    "RETENTION_SHORT": HealthCode(
+        "WARN",
+        "a retention class is kept for a shorter time than the map says",
+        "bytes of the class evicted for room since a node's start, and the age of its oldest; on the node that keeps it the shortest",
+        ("more is written than the disks hold for that long", "floors of other owners leave it little room"),
+        "add space, write less under that class, or lower its keep in the map",
+    ),
     "CHECKSUM_ERRORS": HealthCode(
         "WARN",
         "a node found or was told of shards whose bytes fail their checksum (ERR from 100 on one disk)",

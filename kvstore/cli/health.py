@@ -10,6 +10,7 @@ from kvstore.cli.codes import HEALTH
 from kvstore.cli.output import Health
 from kvstore.clustermap import ClusterMap
 from kvstore.placement import Placement
+from kvstore.units import format_seconds
 
 CLOCK_SKEW_SECONDS: Final = 0.25
 CHECKSUM_ERRORS_ERR: Final = 100  # from here on the disk repeats itself
@@ -28,6 +29,7 @@ def evaluate(cluster_map: ClusterMap, reports: Sequence[NodeReport], earlier: Ma
     found += _down(cluster_map, down)
     for report in up:
         found += _node(cluster_map, report, (earlier or {}).get(report.node.id))
+    found += _retention(up)
     versions = sorted({report.version for report in up})
     if len(versions) > 1:
         found.append(_health("VERSION_MIXED", "cluster", f"versions {', '.join(versions)}"))
@@ -87,6 +89,30 @@ def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | Non
         refused = _refused_for_space(report)
         found.append(_health("EVICTION_STALLED", name, f"full, {refused:,.0f} writes refused, nothing evicted"))
     return found
+
+
+def evicted_early(report: NodeReport, retention_class: str) -> float:
+    """Bytes of a class that went before their time since the start of a node. What an owner lost to its own cap is as it was told."""
+    parts = f'retention_class="{retention_class}"', 'reason="lru"'
+    return sum(
+        value
+        for key, value in report.values.items()
+        if key.startswith("kvstore_evicted_bytes_total{") and all(part in key for part in parts)
+    )
+
+
+def _retention(up: Sequence[NodeReport]) -> list[Health]:
+    """One check a class, of the node that keeps it the shortest."""
+    short: dict[str, tuple[float, float]] = {}
+    for report in up:
+        contracts = report.by_label("kvstore_retention_contract_seconds", "retention_class")
+        for name, kept in report.by_label("kvstore_retention_seconds", "retention_class").items():
+            if evicted_early(report, name) and kept < contracts.get(name, 0.0):
+                short[name] = min(short.get(name, (kept, contracts[name])), (kept, contracts[name]))
+    return [
+        _health("RETENTION_SHORT", name, f"keeps {format_seconds(kept)}, contract {format_seconds(contract)}")
+        for name, (kept, contract) in short.items()
+    ]
 
 
 def _refused_for_space(report: NodeReport) -> float:

@@ -111,8 +111,8 @@ class _Frame:
             "write": write / seconds,
             "keys": _sum(total, "kvstore_node_discover_keys_total", "") / seconds,
             "reads": reads / seconds,
-            "p50": _quantile(buckets, 0.5),
-            "p99": _quantile(buckets, 0.99),
+            "p50": quantile(buckets, 0.5),
+            "p99": quantile(buckets, 0.99),
             "writes": _sum(total, "kvstore_node_request_duration_seconds_count", 'op="write"') / seconds,
             "errors": errors / seconds,
             "evict": _sum(total, "kvstore_evicted_bytes_total", "") / seconds,
@@ -190,7 +190,7 @@ def _buckets(values: Mapping[str, float], name: str, label: str) -> list[tuple[f
     return sorted(found.items())
 
 
-def _quantile(buckets: Sequence[tuple[float, float]], q: float) -> float | None:
+def quantile(buckets: Sequence[tuple[float, float]], q: float) -> float | None:
     """As PromQL's histogram_quantile: linear inside a bucket; the last finite bound beyond it. None without observations."""
     if not buckets or buckets[-1][1] <= 0:
         return None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.cli.cluster import NodeReport, ask_nodes, find_map, require_some
-from kvstore.cli.health import evaluate, overall
+from kvstore.cli.health import evaluate, evicted_early, overall
 from kvstore.cli.output import STYLES, Output, rfc3339_now
+from kvstore.cli.stats import quantile
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import Refused
 from kvstore.placement import Losses, Placement
@@ -75,11 +77,64 @@ def _show(
     share = cluster_map.k / (cluster_map.k + cluster_map.m)
     percent = f" ({100 * used / capacity:.0f} %)" if capacity else ""
     out.line(f"space    {format_bytes(used)} of {format_bytes(capacity)} raw{percent} = {format_bytes(used * share)} of cache")
+    out.line("traffic  " + _traffic_line(_traffic(up)))
+    if kept := _kept(up):
+        out.line("kept     " + "   ".join(_kept_words(each) for each in kept))
     if len(owners := _owners(up)) > 1 or any(each["floor_bytes"] or each["cap_bytes"] for each in owners):
         out.line("owners   " + "   ".join(_owner(each) for each in owners))
     if rows:
         columns = ("node", "state", "address", "pid", "used", "of", "shards", "epoch", "up", "io")
         out.table(columns, [_row(report) for report in sorted(reports, key=lambda report: (report.up, report.node.id))])
+
+
+def _traffic(up: Sequence[NodeReport]) -> dict[str, Any]:
+    """Rates on the nodes' data connections, parity included; None: nobody says, or no reads. Hits are counted by clients alone."""
+    from kvstore.metrics import LATENCY_BOUNDS_SECONDS  # Prometheus takes 50 ms to import
+
+    moved = [report.traffic for report in up if report.traffic is not None]
+    counts = [sum(column) for column in zip(*(each.read_counts for each in moved), strict=False)]
+    bounds = (*LATENCY_BOUNDS_SECONDS, float("inf"))
+    return {
+        "seconds": max((each.seconds for each in moved), default=None),
+        "requests": sum(each.requests for each in moved) if moved else None,
+        "load_bytes_per_second": sum(each.bytes_out / each.seconds for each in moved) if moved else None,
+        "save_bytes_per_second": sum(each.bytes_in / each.seconds for each in moved) if moved else None,
+        "read_p99_seconds": quantile(list(zip(bounds, itertools.accumulate(counts), strict=True)), 0.99) if counts else None,
+    }
+
+
+def _traffic_line(traffic: Mapping[str, Any]) -> str:
+    if traffic["requests"] is None:
+        return "-"
+    span = f"({format_seconds(traffic['seconds'])}, with parity)"
+    if not traffic["requests"]:
+        return f"none   {span}"
+    p99 = traffic["read_p99_seconds"]
+    load, save = (f"{word} {format_bytes(traffic[f'{word}_bytes_per_second'])}/s" for word in ("load", "save"))
+    return f"{load}   {save}   read p99 {'-' if p99 is None else format_seconds(p99)}   {span}"
+
+
+def _kept(up: Sequence[NodeReport]) -> list[dict[str, Any]]:
+    """Classes that hold something, by the node that keeps each the shortest."""
+    found: dict[str, dict[str, Any]] = {}
+    for report in up:
+        contracts = report.by_label("kvstore_retention_contract_seconds", "retention_class")
+        for name, seconds in report.by_label("kvstore_retention_seconds", "retention_class").items():
+            if not seconds:
+                continue
+            early = evicted_early(report, name)
+            each = found.setdefault(name, {"retention_class": name, "oldest_seconds": seconds, "evicted_early_bytes": 0})
+            each["oldest_seconds"] = min(each["oldest_seconds"], seconds)
+            each["evicted_early_bytes"] += int(early)
+            each["contract_seconds"] = contracts.get(name) or None
+    return sorted(found.values(), key=lambda each: str(each["retention_class"]))
+
+
+def _kept_words(each: Mapping[str, Any]) -> str:
+    contract = "" if each["contract_seconds"] is None else f" of {format_seconds(each['contract_seconds'])}"
+    if each["evicted_early_bytes"]:
+        return f"{each['retention_class']} {format_seconds(each['oldest_seconds'])}{contract}"
+    return f"{each['retention_class']} all, oldest {format_seconds(each['oldest_seconds'])}{contract}"
 
 
 def _owners(up: Sequence[NodeReport]) -> list[dict[str, Any]]:
@@ -145,6 +200,8 @@ def _data(cluster_map: ClusterMap, reports: Sequence[NodeReport], losses: Losses
         "nodes_losable": losses.nodes,
         "readable": losses.readable,
         "space": {"used_bytes": sum(r.used_bytes for r in up), "capacity_bytes": sum(r.capacity_bytes for r in up)},
+        "traffic": {**_traffic(up), "hit_ratio": None},
+        "kept": _kept(up),
         "owners": [{**each, "cap_bytes": each["cap_bytes"] or None} for each in _owners(up)],
         "nodes": [
             {

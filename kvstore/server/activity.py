@@ -1,9 +1,12 @@
-"""The log line of every 10 s: what a daemon did since the last one. Nothing when nothing happened."""
+"""What a daemon did lately: the log line of every 10 s, nothing when nothing happened; and the traffic of the last five minutes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 from kvstore.units import format_bytes
 
@@ -36,3 +39,51 @@ class Activity:
 
 
 _COMPLAINTS = (("busy", "busy"), ("cut", "connections_cut"), ("malformed", "frames_malformed"), ("faults", "faults"))
+
+WINDOW_SECONDS: Final = 300.0
+SAMPLE_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Counts of a span: since the start of the daemon, or between two looks. `read_counts`: READ requests by bucket of their duration."""
+
+    seconds: float
+    requests: int
+    bytes_in: int
+    bytes_out: int
+    read_counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, server: Mapping[str, Any], now: float) -> Moved:
+        requests = sum(sum(by_status.values()) for by_status in server["requests"].values())
+        return cls(now, requests, server["bytes_in"], server["bytes_out"], tuple(server["request_seconds"]["read"]["counts"]))
+
+    def since(self, earlier: Moved) -> Moved:
+        return Moved(
+            self.seconds - earlier.seconds,
+            self.requests - earlier.requests,
+            self.bytes_in - earlier.bytes_in,
+            self.bytes_out - earlier.bytes_out,
+            tuple(a - b for a, b in zip(self.read_counts, earlier.read_counts, strict=True)),
+        )
+
+
+class Traffic:
+    """`sample` on one thread each 10 s or more often; `window` on any."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, Any]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stats = stats
+        self._clock = clock
+        self._samples = deque([Moved.of(stats(), clock())])
+
+    def sample(self) -> None:
+        now = self._clock()
+        if now - self._samples[-1].seconds >= SAMPLE_SECONDS:
+            self._samples.append(Moved.of(self._stats(), now))
+        while len(self._samples) > 1 and now - self._samples[1].seconds >= WINDOW_SECONDS:
+            self._samples.popleft()
+
+    def window(self) -> Moved:
+        """Of the last five minutes, or since the start where that is later."""
+        return Moved.of(self._stats(), self._clock()).since(self._samples[0])

@@ -28,8 +28,8 @@ from kvstore.clustermap import Node as Member
 from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
 from kvstore.gc import EvictionPolicy, Evictor
 from kvstore.kernels import _native
-from kvstore.metrics import EvictionMetrics, NodeFacts, flat_values, node_registry
-from kvstore.server.activity import Activity
+from kvstore.metrics import EvictionMetrics, Holding, NodeFacts, flat_values, node_registry
+from kvstore.server.activity import Activity, Traffic
 from kvstore.server.config import NodeConfig, capacity_of, choose_io
 from kvstore.server.http import HttpServer
 from kvstore.server.log import Log, LogHandler
@@ -67,6 +67,7 @@ class Node:
         self._evictions = EvictionMetrics()
         self._mark_read: tuple[int, ...] = ()
         self._registry: Any = None
+        self._traffic: Traffic | None = None
         self._started_at = time.monotonic()
         self._draining = False
         self._drain_seconds = config.drain_timeout_seconds
@@ -135,8 +136,10 @@ class Node:
         self._facts.epoch = self.map.epoch
         self._facts.retention_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
         self._facts.started_unix_seconds = time.time()
+        self._facts.class_names = {c.id: c.name for c in self.map.classes.values()}
         self._facts.owners = config.owners
-        self._registry = node_registry(self.server.stats, self.store.stats, self._facts, self._evictions, self.store.queues)
+        self._traffic = Traffic(self.server.stats)
+        self._registry = node_registry(self.server.stats, self.store.stats, self._facts, self._evictions, self._holdings)
         self._facts.ready = True
         self.control.start()
         self.control.set_ready(True)
@@ -201,10 +204,11 @@ class Node:
         """Returns the exit code: 0 after a drain in which nothing was cut off, else 1."""
         activity = Activity()
         looked = logged = time.monotonic()
-        assert self.server and self.store
+        assert self.server and self.store and self._traffic
         while not self._draining:
             self._wake.wait(min(MAP_POLL_SECONDS, self.config.log_interval_seconds))
             now = time.monotonic()
+            self._traffic.sample()
             behind = now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch
             if self._reload.is_set() or (behind and self._map_mark() != self._mark_read):
                 looked = now
@@ -318,14 +322,24 @@ class Node:
 
         return generate_latest(self._registry)
 
+    def _holdings(self) -> list[Holding]:
+        store = self.store
+        if store is None:
+            return []
+        now, seconds, found = store.bucket_now(), self.map.bucket_seconds, []
+        for retention_class, owner, _, used_bytes in store.queues():
+            oldest = [bucket for bucket, _, _ in store.peek(retention_class, owner, 1)]
+            found.append(Holding(retention_class, owner, used_bytes, max(0.0, float(seconds * (now - oldest[0]))) if oldest else 0.0))
+        return found
+
     def values(self) -> dict[str, float]:
         return flat_values(self._registry)
 
     def status(self) -> node_pb2.StatusReply:
         from kvstore.server.proto import node_pb2
 
-        assert self.server and self.store and self.control and self.http
-        server, store = self.server.stats(), self.store.stats()
+        assert self.server and self.store and self.control and self.http and self._traffic
+        server, store, moved = self.server.stats(), self.store.stats(), self._traffic.window()
         return node_pb2.StatusReply(
             id=self.config.node_id,
             cluster=self.map.cluster_id,
@@ -348,6 +362,13 @@ class Node:
             requests_in_flight=server["inflight"],
             index_start=self.index_start,
             unix_seconds=time.time(),
+            traffic=node_pb2.Traffic(
+                seconds=moved.seconds,
+                requests=moved.requests,
+                bytes_in=moved.bytes_in,
+                bytes_out=moved.bytes_out,
+                read_counts=moved.read_counts,
+            ),
         )
 
     def queues(self) -> node_pb2.ListQueuesReply:

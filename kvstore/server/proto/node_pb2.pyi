@@ -23,7 +23,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("id", "cluster", "epoch", "epoch_seen", "state", "boot_id", "pid", "version", "uptime_seconds", "data_address", "admin_address", "http_address", "data_directory", "io", "capacity_bytes", "used_bytes", "extents", "connections", "requests_in_flight", "index_start", "unix_seconds")
+    __slots__ = ("id", "cluster", "epoch", "epoch_seen", "state", "boot_id", "pid", "version", "uptime_seconds", "data_address", "admin_address", "http_address", "data_directory", "io", "capacity_bytes", "used_bytes", "extents", "connections", "requests_in_flight", "index_start", "unix_seconds", "traffic")
     ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class StatusReply(_message.Message):
     REQUESTS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     INDEX_START_FIELD_NUMBER: _ClassVar[int]
     UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     id: str
     cluster: str
     epoch: int
@@ -66,7 +67,22 @@ class StatusReply(_message.Message):
     requests_in_flight: int
     index_start: str
     unix_seconds: float
-    def __init__(self, id: _Optional[str] = ..., cluster: _Optional[str] = ..., epoch: _Optional[int] = ..., epoch_seen: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., boot_id: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., http_address: _Optional[str] = ..., data_directory: _Optional[str] = ..., io: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., connections: _Optional[int] = ..., requests_in_flight: _Optional[int] = ..., index_start: _Optional[str] = ..., unix_seconds: _Optional[float] = ...) -> None: ...
+    traffic: Traffic
+    def __init__(self, id: _Optional[str] = ..., cluster: _Optional[str] = ..., epoch: _Optional[int] = ..., epoch_seen: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., boot_id: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., http_address: _Optional[str] = ..., data_directory: _Optional[str] = ..., io: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., connections: _Optional[int] = ..., requests_in_flight: _Optional[int] = ..., index_start: _Optional[str] = ..., unix_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+
+class Traffic(_message.Message):
+    __slots__ = ("seconds", "requests", "bytes_in", "bytes_out", "read_counts")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    READ_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    requests: int
+    bytes_in: int
+    bytes_out: int
+    read_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seconds: _Optional[float] = ..., requests: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., read_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
