@@ -41,7 +41,10 @@ struct JobExtra {   // what an engine keeps beside a job
 
 struct ReadJob {
   explicit ReadJob(ServerShared& s) : shared(s) {}
-  ~ReadJob() { sub(shared.stats.read_head_bytes, head_bytes); }
+  ~ReadJob() {
+    sub(shared.stats.read_head_bytes, head_bytes);
+    shared.read_ask_bytes -= ask_bytes;
+  }
   ReadJob(const ReadJob&) = delete;
   ReadJob& operator=(const ReadJob&) = delete;
 
@@ -51,6 +54,7 @@ struct ReadJob {
   std::vector<ExtentRead> extents;
   std::vector<wire::ReadItem> items;
   uint32_t opened = 0, next = 0;   // extents opened; items answered
+  uint64_t ask_bytes = 0;          // of extents and items, counted in shared.read_ask_bytes
   uint64_t head_bytes = 0;         // held in extents[].meta, counted in stats.read_head_bytes
   std::atomic<bool> dropped{false};   // its connection is gone: read no more for it
   std::unique_ptr<JobExtra> extra;

@@ -162,7 +162,7 @@ class Tombstones {
 
   bool add(const NameKey& name, uint32_t now_seconds) {   // false: full
     std::lock_guard lock(mutex_);
-    if (map_.size() >= COUNT_MAX) purge_locked(now_seconds);
+    if (map_.size() >= COUNT_MAX && purged_at_ != now_seconds) purge_locked(now_seconds);   // at most once a second
     if (map_.size() >= COUNT_MAX) return false;
     map_[name] = now_seconds + SECONDS;
     return true;
@@ -178,8 +178,12 @@ class Tombstones {
   }
 
  private:
-  void purge_locked(uint32_t now_seconds) { std::erase_if(map_, [&](const auto& row) { return row.second <= now_seconds; }); }
+  void purge_locked(uint32_t now_seconds) {
+    std::erase_if(map_, [&](const auto& row) { return row.second <= now_seconds; });
+    purged_at_ = now_seconds;
+  }
   std::mutex mutex_;
+  uint32_t purged_at_ = 0;
   std::unordered_map<NameKey, uint32_t, NameHash> map_;
 };
 

@@ -53,6 +53,7 @@ struct ServerShared {
   std::atomic<uint64_t> epoch;
   std::atomic<bool> draining{false};
   std::atomic<uint64_t> inflight{0};   // requests accepted and not answered
+  std::atomic<uint64_t> read_ask_bytes{0};   // held for READ requests: what they ask for
   uint64_t boot_id = 0;
 };
 

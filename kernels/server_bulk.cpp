@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t TURN_BYTES = 2 << 20;             // a connection's turn, then the next one's
 constexpr int64_t OPEN_COST_BYTES = 16 << 10;       // opening an extent counts as this much of a turn
 constexpr size_t REQUESTS_MAX = 64;                 // read ahead per connection
+constexpr uint64_t READ_ASK_BYTES_MAX = 64 << 20;   // held for READs of all connections; past it one request each
 constexpr size_t BATCH_BYTES = 128 << 10;           // small items and replies are gathered up to this
 }  // namespace
 
@@ -250,7 +251,8 @@ bool BulkLoop::wants_input(const Conn& conn) const {
   const BulkState& b = *conn.bulk;
   if (conn.eof || b.input == BulkState::Input::STOPPED) return false;
   if (b.input != BulkState::Input::HEADER || b.got) return true;
-  return b.requests.size() < REQUESTS_MAX && b.held_bytes < shared_.config.connection_bytes_max;
+  if (b.requests.empty()) return true;
+  return b.requests.size() < REQUESTS_MAX && b.held_bytes < shared_.config.connection_bytes_max && shared_.read_ask_bytes < READ_ASK_BYTES_MAX;
 }
 
 // At most `want` bytes into `to`, what the small loop left over first.
@@ -398,6 +400,8 @@ void BulkLoop::on_read(Conn& conn) {
 
   auto job = std::make_shared<ReadJob>(shared_);
   std::memcpy(job->owner.data(), request.owner, OWNER_BYTES);
+  job->ask_bytes = request.extents * sizeof(ExtentRead) + request.items * sizeof(wire::ReadItem);
+  shared_.read_ask_bytes += job->ask_bytes;
   job->extents.resize(request.extents);
   for (uint32_t i = 0; i < request.extents; i++) {
     wire::ReadExtent& e = job->extents[i].ask;

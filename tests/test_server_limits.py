@@ -275,3 +275,30 @@ def test_a_peer_that_vanished_without_a_word_is_found_within_three_seconds(tmp_p
         began = time.monotonic()
         until(lambda: server.stats["connections"] == 0, "it is found")
         assert time.monotonic() - began < 3.0
+
+
+def test_withdrawals_beyond_all_room_for_tombstones_are_answered_at_once(tmp_path: Path) -> None:
+    """Small questions have one thread: whoever holds it holds up everyone."""
+    with serving(tmp_path) as server:
+        small = server.small()
+        statuses = set()
+        for round_ in range(20):
+            names = [(round_.to_bytes(16, "big") + at.to_bytes(16, "big"), 1) for at in range(8192)]
+            statuses |= set(wire.decode_withdraw_reply(small.ask(Verb.WITHDRAW, wire.encode_withdraw(names)).body))
+        assert statuses == {Status.NOT_FOUND, Status.BUSY}
+
+
+def test_what_unanswered_reads_ask_for_is_bounded_over_all_connections(tmp_path: Path) -> None:
+    absent = make_record(1)
+    body = wire.encode_read([extent_of(absent)] * 4096, [(at % 4096, 0) for at in range(65_536)])
+    with daemon(tmp_path) as server:
+        before = server.rss_bytes()
+        for _ in range(20):
+            bulk = server.connect(Role.BULK, timeout_seconds=0.2)
+            try:
+                for _ in range(64):
+                    bulk.send(wire.encode(Verb.READ, body))
+            except TimeoutError:
+                pass
+        assert server.rss_bytes() - before < 250 << 20
+        assert server.bulk().ask(Verb.READ, wire.encode_read([extent_of(absent)], [(0, 0)])).status == Status.NOT_FOUND
