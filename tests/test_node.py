@@ -402,3 +402,31 @@ def test_a_daemon_that_is_stopped_while_it_starts_stops_in_order(tmp_path: Path,
         assert not any("Traceback" in line for line in drain_lines(lines, []).stderr)
     with daemon(tmp_path) as running:
         assert "loaded" in running.ready["index"], running.ready["index"]
+
+
+@pytest.mark.parametrize("nofile", [16, 20, 63])
+def test_too_few_descriptors_are_one_line_with_the_fix(tmp_path: Path, nofile: int) -> None:
+    """Below, gRPC ends the process in the middle of a line of its own."""
+    process, lines = spawn(tmp_path, nofile=nofile)
+    assert process.wait(DEADLINE_SECONDS) == 2
+    assert_one_error(drain_lines(lines, []).stderr, "E143", f"only {nofile} files", "ulimit -n")
+
+
+def test_probes_that_cannot_be_accepted_cost_no_processor_time(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--progress-timeout", "60s", nofile=64) as running:
+        held = [socket.create_connection(running.address) for _ in range(80)]
+        until(lambda: running.descriptors() == 64, "it is out of descriptors")
+        host, _, port = running.ready["http"].rpartition(":")
+        with socket.create_connection((host, int(port))) as probe:
+            probe.send(b"GET /readyz HTTP/1.0\r\n\r\n")
+
+            def seconds() -> float:
+                return sum(map(int, running.proc("stat").rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+            used = seconds()
+            threading.Event().wait(1)
+            assert seconds() - used < 0.3
+            for one in held:
+                one.close()
+            probe.settimeout(DEADLINE_SECONDS)
+            assert b"200" in probe.recv(100), "its turn comes"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 REQUEST_SECONDS: Final = 5.0  # a client that does not finish its request line
 REQUESTS_MAX: Final = 16
+ACCEPT_PAUSE_SECONDS: Final = 0.25
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -53,11 +55,22 @@ class _Server(ThreadingHTTPServer):
         self.slots = threading.BoundedSemaphore(REQUESTS_MAX)
         super().__init__(address, _Handler)
 
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # out of descriptors: whoever waits goes on waiting, and the next try would fail at once
+            time.sleep(ACCEPT_PAUSE_SECONDS)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was started
+            self.slots.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

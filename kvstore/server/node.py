@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 MAP_POLL_SECONDS: Final = 1.0
 CONTROL_GRACE_SECONDS: Final = 0.5
+DESCRIPTORS_MIN: Final = 64
 SIGNAL_POLL_SECONDS: Final = 0.2
 
 
@@ -413,5 +414,8 @@ def run_node(config: NodeConfig) -> int:
 def _raise_descriptor_limit() -> None:
     """Connections and segments need more than the 1,024 of a login shell; the hard limit is the system's word."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < DESCRIPTORS_MIN:
+        what = f"only {hard} files may be open"
+        raise ConfigError("E143", what, f"a daemon needs {DESCRIPTORS_MIN} and one for each connection", "ulimit -n 65536")
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
