@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_tool import Cli
+from server_tools import until
 
 from kvstore.cli.blocks import scan, windows
 from kvstore.clustermap import ClusterMap, Node
@@ -151,6 +153,25 @@ def test_a_file_that_changes_while_it_is_put_is_not_stored_under_keys_of_other_b
             path.write_bytes(changed)
             with pytest.raises(InputError, match="changed while it was read"):
                 list(windows(file, handle, 2))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_get_that_is_ended_leaves_nothing_half_written(cli: Cli, cluster: LocalCluster, tmp_path: Path, signum: int) -> None:
+    (tmp_path / "in").write_bytes(os.urandom(3 * BLOCK))
+    cli.run("put", "in")
+    pids = [cluster.pid(node) for node in range(12)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        process = cli.start("get", "in", "-o", "out", "--timeout", "60s")
+        until(lambda: list(tmp_path.glob("out.part-*")), "it has begun")
+        process.send_signal(signum)
+        _, told = process.communicate(timeout=60)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert process.returncode == 130 and told.startswith("error[E701] interrupted")
+    assert list(tmp_path.glob("out*")) == []
 
 
 def test_wrong_input_is_one_line(cli: Cli, tmp_path: Path) -> None:

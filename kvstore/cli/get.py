@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.cli.blocks import WINDOW_BYTES, Handle, handle_path, handles_directory
 from kvstore.cli.cluster import find_map, why_short
 from kvstore.cli.output import Output
+from kvstore.cli.signals import interrupted_by_signals
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import InputError, Refused, StorageError, UsageError
 from kvstore.units import format_bytes
@@ -82,7 +83,7 @@ def _handle(args: argparse.Namespace) -> Handle:
 def _load_to(path: Path, handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> int:
     scratch = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
-        with scratch.open("wb") as file:
+        with interrupted_by_signals(), scratch.open("wb") as file:
             decoded = _load(file, handle, cluster_map, args)
         scratch.replace(path)
     finally:
