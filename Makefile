@@ -8,7 +8,8 @@ help:           ## this list
 setup:          ## Debian packages, .venv, Python packages, native core, the kvstore command
 	@scripts/setup
 
-demo: setup     ## a 12-node cluster on a real trace, two nodes killed on the way, every byte checked
+demo:           ## a 12-node cluster on a real trace, two nodes killed on the way, every byte checked
+	@scripts/setup run
 	@.venv/bin/kvstore demo $(ARGS)
 
 test: setup     ## all tests; SIZE=full runs the long ones too; ARGS goes to pytest
