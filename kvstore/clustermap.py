@@ -157,6 +157,21 @@ class ClusterMap:
         epoch = Epoch(number, members, pg_bits_for(len(members), self.k + self.m))
         return ClusterMap.parse(replace(self, nodes=listed, epochs={**self.epochs, number: epoch}).to_toml())
 
+    def check_successor(self, new: ClusterMap) -> None:
+        """Raises ConfigError E133 where `new` changes what records were placed by: those would no longer be found."""
+        fixed = ("cluster_id", "k", "m", "bucket_seconds")
+        changed = [name.removesuffix("_id") for name in fixed if getattr(self, name) != getattr(new, name)]
+        mine, theirs = ([(n.id, n.host, n.weight) for n in found.nodes] for found in (self, new))
+        if theirs[: len(mine)] != mine:
+            changed.append("nodes")
+        for number, old in self.epochs.items():
+            found = new.epochs.get(number, old)
+            if ([n.id for n in found.nodes], found.pg_bits) != ([n.id for n in old.nodes], old.pg_bits):
+                changed.append(f"epoch {number}")
+        if changed:
+            what = f"the new map changes {', '.join(changed)} of the map in use"
+            raise ConfigError("E133", what, fix="put that back, and append a [[node]] or a new [[epoch]] instead")
+
     def to_toml(self) -> str:
         """Text that parse reads back to an equal map."""
         lines = [f"cluster = {_quote(self.cluster_id)}", f"k = {self.k}", f"m = {self.m}", f"bucket_seconds = {self.bucket_seconds}"]

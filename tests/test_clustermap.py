@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,24 @@ def test_a_new_epoch_keeps_ordinals_and_old_epochs() -> None:
     assert [(n.id, n.ordinal) for n in new.newest.nodes] == [("node-01", 1), ("node-02", 2), ("node-99", 3)]
     with pytest.raises(ConfigError, match="node-98"):
         old.with_epoch([], ["node-98"])
+
+
+def test_a_map_follows_another_only_where_all_that_records_were_placed_by_stays() -> None:
+    old = ClusterMap.local(nodes(3))
+    grown = old.with_epoch([Node("node-99", "host-z", "127.0.0.1:9999")], ["node-99", "node-01", "node-02"])
+    first = old.nodes[0]
+    moved = replace(grown, nodes=(replace(first, address="127.0.0.1:9", disk="other"), *grown.nodes[1:]), classes={})
+    for follows in (old, grown, moved):
+        old.check_successor(follows)
+    for new, named in (
+        (replace(old, k=9), "changes k of"),
+        (replace(old, cluster_id="other", bucket_seconds=7), "changes cluster, bucket_seconds of"),
+        (replace(old, nodes=(replace(first, weight=2.0), *old.nodes[1:])), "changes nodes of"),
+        (replace(old, nodes=old.nodes[:2]), "changes nodes of"),
+        (ClusterMap.parse(old.to_toml().replace('  "node-01",\n', "")), "changes epoch 1 of"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            old.check_successor(new)
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,16 @@ def test_a_map_that_went_bad_is_reported_and_the_old_one_stays(tmp_path: Path) -
         assert server.status().epoch == 1
 
 
+def test_a_map_whose_epoch_in_use_was_edited_is_reported_and_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "map.toml"
+    save_map(path, ["node-00", "node-01"], epochs=2)
+    with daemon(tmp_path / "data", map_path=path) as server:
+        path.write_text(path.read_text().replace('  "node-01",\n', "") + '\n[[epoch]]\nnumber = 3\nnodes = ["node-00"]\n')
+        server.signal(signal.SIGHUP)
+        server.wait_line("map not taken", "changes epoch 2")
+        assert server.status().epoch == 2
+
+
 def test_it_evicts_in_the_background_so_that_writes_go_on(tmp_path: Path) -> None:
     """Twice its capacity is written and all of it taken in the end; the bytes that went are counted."""
     records = [make_record(i, blocks=64, planes=(4096,) * 4) for i in range(1000)]

@@ -245,6 +245,7 @@ class Node:
             self._mark_read = self._map_mark()
             found = self.config.load_map()
             if found is not None and found.epoch >= self.map.epoch:
+                self.map.check_successor(found)
                 if found.epoch > self.map.epoch:
                     self.log.info(f"map has epoch {found.epoch}, was {self.map.epoch}")
                 self.map = found
