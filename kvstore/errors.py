@@ -60,7 +60,7 @@ class DirectoryInUse(ConfigError):
 
     def __init__(self, pid: int, directory: str = "") -> None:
         place = directory or "data directory"
-        super().__init__("E120", place, f"in use by pid {pid}", "stop that process, or name another directory with --data")
+        super().__init__("E120", place, f"in use by pid {pid}", "stop that process, or name another directory")
         self.args = (pid, directory)  # what unpickling calls the class with
         self.pid = pid
         self.directory = directory

@@ -157,7 +157,7 @@ class Table:
 def suggestion(word: str, known: Sequence[str] | Iterable[str]) -> str:
     """ "did you mean ...?" where something is near, else the list of what exists."""
     names = list(known)
-    near = difflib.get_close_matches(word, names, n=1)
+    near = [name for name in names if sorted(name) == sorted(word)] or difflib.get_close_matches(word, names, n=1)
     return f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(names)}"
 
 

@@ -42,6 +42,8 @@ def test_version_names_the_version(cli: Cli) -> None:
 
 def test_a_wrong_command_or_flag_is_one_line_with_a_fix(cli: Cli) -> None:
     cli.run("explan").refused(2, 'no command "explan"', 'did you mean "explain"?')
+    cli.run("stauts").refused(2, 'no command "stauts"', 'did you mean "status"?')
+    cli.run("explain", "NODE_LOST").refused(2, 'no code "NODE_LOST"', "Fix: ")
     cli.run("explain", "--bogus", "E101").refused(2, "--bogus")
     cli.run("explain").refused(2, "required")
     cli.run("explain", "a", "b", "c").refused(2, "3 arguments")

@@ -67,7 +67,7 @@ def _explain_code(code: str, out: Output) -> int:
         out.line(f"  meaning   {about}")
         out.result({"code": code, "kind": "error", "meaning": about})
         return 0
-    raise UsageError("E140", f'no code "{code}"', fix=suggestion(code, HEALTH))
+    raise UsageError("E140", f'no code "{code}"', fix=suggestion(code, [*HEALTH, "E100 to E999"]))
 
 
 def _causes(causes: tuple[str, ...], out: Output) -> None:
