@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 
 namespace kv {
@@ -38,6 +39,38 @@ uint32_t check_of(const void* key, size_t key_bytes, const void* rest, size_t re
 void seal_value(const EntryKey& key, std::vector<uint8_t>& value) {
   const uint32_t check = check_of(key.data(), key.size(), value.data() + 4, value.size() - 4);
   std::memcpy(value.data(), &check, 4);
+}
+
+// A map is a SIGBUS past the end of its file. What is missing there is of no use, pages that were allocated and freed again before they were
+// written, and then zeros do; or the file was cut off, and zeros in place of a page that is of use would end the process in LMDB.
+int mend_length(MDB_env* env, const std::string& file) {
+  MDB_envinfo info;
+  MDB_stat shape;
+  struct stat st{};
+  mdb_env_info(env, &info);
+  mdb_env_stat(env, &shape);
+  const size_t pages = info.me_last_pgno + 1;
+  if (::stat(file.c_str(), &st) != 0) return errno;
+  const size_t there = size_t(st.st_size) / shape.ms_psize;
+  if (there >= pages) return 0;
+  if (truncate(file.c_str(), off_t(pages * shape.ms_psize)) != 0) return errno;
+  std::vector<bool> of_use(pages - there, true);
+  MDB_txn* txn = nullptr;
+  MDB_cursor* cursor = nullptr;
+  constexpr MDB_dbi FREE_PAGES = 0;   // transaction -> count, page numbers
+  int rc = mdb_txn_begin(env, nullptr, MDB_RDONLY, &txn);
+  if (rc) return rc;
+  MDB_val key, value;
+  rc = mdb_cursor_open(txn, FREE_PAGES, &cursor);
+  for (MDB_cursor_op op = MDB_FIRST; !rc && !(rc = mdb_cursor_get(cursor, &key, &value, op)); op = MDB_NEXT)
+    for (size_t at = sizeof(size_t), page; at + sizeof page <= value.mv_size; at += sizeof page) {
+      std::memcpy(&page, static_cast<const uint8_t*>(value.mv_data) + at, sizeof page);
+      if (page >= there && page < pages) of_use[page - there] = false;
+    }
+  if (cursor) mdb_cursor_close(cursor);
+  mdb_txn_abort(txn);
+  if (rc != MDB_NOTFOUND) return rc;
+  return std::find(of_use.begin(), of_use.end(), true) == of_use.end() ? 0 : MDB_CORRUPTED;
 }
 
 }  // namespace
@@ -210,15 +243,7 @@ Index::Index(const std::string& dir, uint64_t map_bytes, bool fresh) : map_bytes
   mdb_env_set_mapsize(env, map_bytes);
   // NOSYNC: the store says when to sync. NORDAHEAD: lookups are random. No WRITEMAP: a full disk is then an answer, not a SIGBUS.
   if (int rc = mdb_env_open(env, dir.c_str(), MDB_NOSYNC | MDB_NOTLS | MDB_NORDAHEAD | MDB_NOMEMINIT, 0644)) fail("open", rc);
-  // A file that was cut off is a SIGBUS where its map ends. With zeros in place of what is lost, damage is an answer here, too.
-  MDB_envinfo info;
-  MDB_stat shape;
-  struct stat st{};
-  mdb_env_info(env, &info);
-  mdb_env_stat(env, &shape);
-  const std::string file = dir + "/data.mdb";
-  const uint64_t whole = (uint64_t(info.me_last_pgno) + 1) * shape.ms_psize;
-  if (::stat(file.c_str(), &st) == 0 && uint64_t(st.st_size) < whole && truncate(file.c_str(), off_t(whole)) != 0) fail("size", errno);
+  if (int rc = mend_length(env, dir + "/data.mdb")) fail("length", rc);
   MDB_txn* txn = nullptr;
   if (int rc = mdb_txn_begin(env, nullptr, 0, &txn)) fail("begin", rc);
   for (auto [name, dbi] : {std::pair{"extents", &extents}, {"recency", &recency}, {"freed", &freed}})
