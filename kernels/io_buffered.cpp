@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "io_engine.hpp"
+#include "segments.hpp"
 
 namespace kv {
 
@@ -74,16 +75,8 @@ namespace {
 
 // The whole of it, or an error status.
 Status read_all(int fd, uint8_t* to, uint64_t bytes, uint64_t offset) {
-  while (bytes) {
-    const ssize_t n = pread(fd, to, bytes, off_t(offset));
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return Status::IO_ERROR;
-    if (n == 0) return Status::CORRUPT;   // the file ends inside the record
-    to += n;
-    bytes -= uint64_t(n);
-    offset += uint64_t(n);
-  }
-  return Status::OK;
+  if (SegmentFiles::read_all(fd, to, bytes, offset)) return Status::OK;
+  return errno == ENODATA ? Status::CORRUPT : Status::IO_ERROR;   // the file ends inside the record
 }
 
 }  // namespace

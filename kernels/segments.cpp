@@ -363,7 +363,7 @@ bool SegmentFiles::read_all(int fd, uint8_t* bytes, uint64_t count, uint64_t off
     const ssize_t n = pread(fd, bytes, count, off_t(offset));
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) {
-      if (n == 0) errno = EIO;
+      if (n == 0) errno = ENODATA;
       return false;
     }
     bytes += n, offset += uint64_t(n), count -= uint64_t(n);

@@ -111,7 +111,7 @@ class SegmentFiles {
   const std::string& dir() const { return dir_; }
 
   static bool write_all(int fd, const uint8_t* bytes, uint64_t count, uint64_t offset);   // false: errno
-  static bool read_all(int fd, uint8_t* bytes, uint64_t count, uint64_t offset);
+  static bool read_all(int fd, uint8_t* bytes, uint64_t count, uint64_t offset);          // false: errno; ENODATA: the file ends before
   // Calls visit(begin, end) for each run of allocated bytes in [from, to).
   static void data_runs(int fd, uint64_t from, uint64_t to, const std::function<void(uint64_t, uint64_t)>& visit);
   static int punch(int fd, uint64_t offset, uint64_t bytes);

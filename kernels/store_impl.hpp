@@ -169,6 +169,7 @@ class StoreImpl final : public Store {
   void look_at_disk();
   void advance_epoch();
   void punch_some(uint64_t ms_max, size_t look, uint64_t after_ms);
+  bool forget_freed(Index& index, const std::vector<Freed>& places);
   void remove_empty_segments();
   void replace_index();
   bool pause(uint32_t ms);   // false: stopping

@@ -145,25 +145,12 @@ void StoreImpl::punch_some(uint64_t ms_max, size_t look, uint64_t after_ms) {
   }
   if (punched.empty()) return;
   look_at_disk();   // writes that wait for room need not wait for the next look
-  const bool noted = with_index([&](Index& index) {
+  bool noted = false;
+  with_index([&](Index& index) {
     std::lock_guard commit(commit_mutex_);
-    MDB_txn* txn = index.begin_write();
-    for (const Freed& f : punched) {
-      uint8_t place[8];
-      store_be32(place, f.segment);
-      store_be32(place + 4, f.offset_4k);
-      MDB_val key = val(place, sizeof place);
-      const int rc = mdb_del(txn, index.freed, &key, nullptr);
-      if (rc && rc != MDB_NOTFOUND) {
-        mdb_txn_abort(txn);
-        if (out_of_space(rc)) return;   // the rows stay: the same holes are punched again after a restart
-        throw IndexFault("freed", rc);
-      }
-    }
-    const int rc = mdb_txn_commit(txn);
-    if (rc && !out_of_space(rc)) throw IndexFault("freed", rc);
+    noted = forget_freed(index, punched);
   });
-  if (!noted) return;
+  if (!noted) return;   // rows and places stay: punched again later
   std::lock_guard lock(limbo_mutex_);
   int64_t bytes = 0;
   std::erase_if(limbo_, [&](const Freed& f) {
@@ -173,6 +160,25 @@ void StoreImpl::punch_some(uint64_t ms_max, size_t look, uint64_t after_ms) {
     return gone;
   });
   freeing_bytes_ -= bytes;
+}
+
+// Under commit_mutex_: deletes the rows of places that are given back. False: no room to delete in; nothing happened.
+bool StoreImpl::forget_freed(Index& index, const std::vector<Freed>& places) {
+  MDB_txn* txn = index.begin_write();
+  int rc = 0;
+  for (const Freed& f : places) {
+    uint8_t place[8];
+    store_be32(place, f.segment);
+    store_be32(place + 4, f.offset_4k);
+    MDB_val key = val(place, sizeof place);
+    rc = mdb_del(txn, index.freed, &key, nullptr);
+    if (rc && rc != MDB_NOTFOUND) break;
+    rc = 0;
+  }
+  if (rc) mdb_txn_abort(txn);
+  else rc = mdb_txn_commit(txn);
+  if (rc && !out_of_space(rc)) throw IndexFault("freed", rc);
+  return rc == 0;
 }
 
 // A sealed segment without a live record is unlinked whole: cheaper than its holes.
@@ -214,18 +220,12 @@ void StoreImpl::remove_empty_segments() {
       for (const Freed& f : limbo_)
         if (f.segment == id) gone.push_back(f);
     }
+    bool noted = false;
     with_index([&](Index& index) {
       std::lock_guard commit(commit_mutex_);
-      MDB_txn* txn = index.begin_write();
-      for (const Freed& f : gone) {
-        uint8_t place[8];
-        store_be32(place, f.segment);
-        store_be32(place + 4, f.offset_4k);
-        MDB_val key = val(place, sizeof place);
-        mdb_del(txn, index.freed, &key, nullptr);
-      }
-      mdb_txn_commit(txn);
+      noted = forget_freed(index, gone);
     });
+    if (!noted) continue;   // punch_some() finds their file gone, and tries again
     std::lock_guard lock(limbo_mutex_);
     std::erase_if(limbo_, [&](const Freed& f) {
       if (f.segment == id) freeing_bytes_ -= int64_t(f.blocks_4k) * RECORD_ALIGN;

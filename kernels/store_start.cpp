@@ -246,7 +246,7 @@ void StoreImpl::load_freed() {
     MDB_cursor* cursor = nullptr;
     if (int rc = mdb_cursor_open(reader.txn, index.freed, &cursor)) throw IndexFault("freed", rc);
     MDB_val key, value;
-    std::vector<std::pair<uint32_t, uint32_t>> stale;
+    std::vector<Freed> stale;
     std::lock_guard lock(limbo_mutex_);
     std::set<std::pair<uint32_t, uint32_t>> known;   // deleted since this process started
     for (const Freed& f : limbo_) known.emplace(f.segment, f.offset_4k);
@@ -258,23 +258,15 @@ void StoreImpl::load_freed() {
       const Freed row{load_be32(place), load_be32(place + 4), blocks, 0, 0};
       if (known.contains({row.segment, row.offset_4k})) continue;
       if (row.segment >= first_new_id_ || !segments_.find(row.segment)) {   // its file is gone; the number may be in use again
-        stale.emplace_back(row.segment, row.offset_4k);
+        stale.push_back(row);
         continue;
       }
       limbo_.push_back(row);
       freeing_bytes_ += int64_t(blocks) * RECORD_ALIGN;
     }
     mdb_cursor_close(cursor);
-    if (stale.empty()) return;
-    MDB_txn* txn = index.begin_write();
-    for (const auto& [segment, offset_4k] : stale) {
-      uint8_t place[8];
-      store_be32(place, segment);
-      store_be32(place + 4, offset_4k);
-      MDB_val row = val(place, sizeof place);
-      mdb_del(txn, index.freed, &row, nullptr);
-    }
-    if (int rc = mdb_txn_commit(txn); rc && !out_of_space(rc)) throw IndexFault("freed", rc);
+    // In this very section: a row that comes later under the same number is another's. What cannot go now is stale at the next start, too.
+    if (!stale.empty()) forget_freed(index, stale);
   });
 }
 

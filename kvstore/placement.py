@@ -13,7 +13,7 @@ Only IEEE +, -, *, / on float64 are used (the logarithm too), so every machine c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -256,3 +256,13 @@ def _losable(counts: list[int], spare: int) -> int:
         if lost > spare:
             return done
     return len(counts)
+
+
+def nodes_of_writings(placements: Mapping[int, Placement], keys: NDArray[np.uint8], epochs: _U64) -> NDArray[np.int32]:
+    """(n, k+m) ordinals: who holds which shard of each of `keys`, by the lists of the epoch it was written in; -1 where nobody does."""
+    known = [(epoch, placements[epoch]) for epoch in set(epochs.tolist()) if epoch in placements]  # else of a map not known here: lost
+    nodes: NDArray[np.int32] = np.full((len(keys), next(iter(placements.values())).shards_count), -1, np.int32)
+    for epoch, placement in known:
+        mine = epochs == epoch
+        nodes[mine] = placement.table()[placement.pg_of(keys[mine])]
+    return nodes

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from interpreter import runs_beside
 
 from benchmarks.bench_codec import measure
 from kvstore.erasure import Codec, codec, cut_plane
@@ -116,28 +115,12 @@ def test_threads_share_a_codec_while_its_tables_are_being_made() -> None:
 
 
 def test_coding_does_not_hold_the_interpreter() -> None:
-    """Another thread runs in the middle half of one long native call."""
     layout = PRESETS["v41"]
     blocks = np.zeros((2000, layout.block_bytes), np.uint8)
     plane = Plane(0, layout.block_bytes, shard_bytes_of(layout.block_bytes, 10))
     parity = np.empty((2, len(blocks), plane.shard_bytes), np.uint8)
     native = _native.Codec(10, 2)
-    span: list[float] = []
-
-    def encode() -> None:
-        begin = time.perf_counter()
-        native.encode_plane(blocks, 0, plane.bytes, parity)
-        span.extend((begin, time.perf_counter()))
-
-    worker = threading.Thread(target=encode)
-    seen: list[float] = []
-    worker.start()
-    while worker.is_alive():
-        seen.append(time.perf_counter())
-    worker.join()
-    begin, end = span
-    quarter = (end - begin) / 4
-    assert any(begin + quarter < moment < end - quarter for moment in seen)
+    assert runs_beside(lambda: native.encode_plane(blocks, 0, plane.bytes, parity))
 
 
 def test_the_benchmark_runs_at_a_smoke_size_and_gives_its_ids() -> None:

@@ -14,7 +14,7 @@ from kvstore.client.values import LoadOutcome, LoadResult, PlaneReady
 from kvstore.errors import MisuseError
 from kvstore.kernels import _native
 from kvstore.layout import Plane
-from kvstore.placement import Placement
+from kvstore.placement import Placement, nodes_of_writings
 
 Hedge = Literal["lazy", "eager"]
 
@@ -49,7 +49,7 @@ class Load:
             ticket.epoch,
             names_of(extent_keys, extents["write_id"]),
             spans,
-            _nodes(placements, extent_keys, extents["write_epoch"].tolist()),
+            nodes_of_writings(placements, extent_keys, extents["write_epoch"]),
             np.ascontiguousarray(extents["absent"]),
             np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in planes], np.uint32),
             np.ascontiguousarray(ticket.keys[blocks.start : blocks.stop]),
@@ -135,15 +135,3 @@ def _spans(ticket: Ticket, blocks: range) -> tuple[U32, I32]:
     high = np.minimum(ends[which], blocks.stop)
     first = ticket.extents["first_block"][which] + (low - begins[which])
     return np.ascontiguousarray(np.stack([first, high - low, low - blocks.start], axis=1), np.uint32), which
-
-
-def _nodes(placements: Mapping[int, Placement], extent_keys: U8, epochs: list[int]) -> I32:
-    """(extents, k + m): who holds which shard, -1 where nobody does."""
-    shards = next(iter(placements.values())).shards_count
-    nodes: I32 = np.full((len(epochs), shards), -1, np.int32)
-    for epoch in set(epochs):
-        placement = placements.get(epoch)
-        if placement is not None:  # written under a map that this client does not know: lost
-            mine = np.array([one == epoch for one in epochs])
-            nodes[mine] = placement.table()[placement.pg_of(extent_keys[mine])]
-    return nodes

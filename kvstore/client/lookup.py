@@ -25,7 +25,7 @@ from kvstore.client.promises import Promises
 from kvstore.client.values import Accept
 from kvstore.client.walk import Candidate, Piece, cover
 from kvstore.kernels import _native
-from kvstore.placement import Placement
+from kvstore.placement import Placement, nodes_of_writings
 
 EXTENT_BLOCKS_MAX: Final = 64
 OTHERS_ASKED: Final = 2  # beside the first: three nodes agree on a "no" before the walk believes it
@@ -204,13 +204,7 @@ class Lookup:
             return []
         rows = np.array([c.row for _, _, c in todo])
         extent_keys = keys[[name[0] for name, _, _ in todo]]
-        epochs = found["write_epoch"][rows]
-        shards = self._wanted.k + self._wanted.m
-        nodes = np.empty((len(todo), shards), np.int32)
-        for epoch in np.unique(epochs).tolist():
-            placement = self._placements[epoch]
-            mine = epochs == epoch
-            nodes[mine] = placement.table()[placement.pg_of(extent_keys[mine])]
+        nodes = nodes_of_writings(self._placements, extent_keys, found["write_epoch"][rows])
         call = self._core.promise(
             self._owner, self._newest, self._bucket, PROMISE_PIN | PROMISE_TOUCH, self._class_id, self._config.promise_seconds,
             names_of(extent_keys, found["write_id"][rows]), nodes, self._wanted.k,
