@@ -54,8 +54,10 @@ struct Promise { std::shared_ptr<PromiseCall> call; };
 // Ends its load when Python lets go of it, so that a forgotten load never writes into freed memory.
 struct Load {
   std::shared_ptr<LoadJob> job;
+  pid_t pid = getpid();
   ~Load() {
-    if (job) job->end();
+    if (getpid() != pid) new std::shared_ptr<LoadJob>(std::move(job));   // a forked child has none of the threads that would let go
+    else if (job) job->end();
   }
 };
 

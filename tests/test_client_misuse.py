@@ -198,6 +198,30 @@ def test_a_forked_child_is_refused_and_ends_cleanly(world: World) -> None:
     assert result.blocks == 10
 
 
+def test_a_load_under_way_is_refused_to_a_forked_child_and_goes_on_in_its_parent(world: World) -> None:
+    place = np.zeros((10, SMALL.block_bytes), np.uint8)
+    whole = world.client.begin_load(world.ticket, place, hedge="lazy", deadline_seconds=30, blocks=range(10))
+    planes = world.client.begin_load(world.ticket, np.zeros_like(place), hedge="lazy", deadline_seconds=30, blocks=range(10)).planes()
+    next(planes)
+    pid = os.fork()
+    if pid == 0:
+        code = 0
+        for call in (whole.finish, whole.cancel, lambda: next(planes)):
+            try:
+                call()
+                code = 1
+            except MisuseError:
+                pass
+        try:
+            del whole, planes
+            gc.collect()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert whole.finish().blocks == 10 and np.array_equal(place, bytes_of(world.keys, SMALL))
+    assert list(planes) == []
+
+
 def test_a_store_that_is_not_done_in_time_says_so_and_goes_on(world: World) -> None:
     big = chain(640, SMALL)
     future = world.client.store(big, bytes_of(big, SMALL), first_block=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -33,6 +34,7 @@ class Load:
         hedge: Hedge,
         deadline_seconds: float,
     ) -> None:
+        self._pid = os.getpid()
         self._started = time.monotonic()
         self._deadline = self._started + deadline_seconds
         self._rows = rows
@@ -60,6 +62,7 @@ class Load:
     def finish(self) -> LoadResult:
         """Waits for the rest, or the deadline, and ends the load. The same answer each time."""
         if self._result is None:
+            self._check_process()
             done = self._native.wait_all(self._deadline - time.monotonic())
             self._end(done)
         assert self._result is not None
@@ -70,22 +73,30 @@ class Load:
         try:
             done = True
             for plane in range(self._planes):
+                self._check_process()
                 done = self._native.wait_plane(plane, self._deadline - time.monotonic()) and not self._cancelled
                 blocks = self._native.rows_of_plane(plane)
                 if not done or blocks == 0:
                     break
                 yield PlaneReady(plane, blocks)
             if self._result is None:
+                self._check_process()
                 self._end(done)
         finally:
-            if self._result is None:
+            if self._result is None and os.getpid() == self._pid:
                 self.cancel()
                 self._end(False)
 
     def cancel(self) -> None:
         """Any thread: the waiter returns with what is there."""
+        self._check_process()
         self._cancelled = True
         self._native.cancel()
+
+    def _check_process(self) -> None:
+        """A forked child has none of the threads: whatever it waited for would never come."""
+        if os.getpid() != self._pid:
+            raise MisuseError("E561", "load", "used in a forked process", "end it in the process that began it")
 
     def _end(self, done: bool) -> None:
         self._native.end()
