@@ -1,13 +1,20 @@
-"""Which kvstore this is: the version it was installed as, and the commit where it runs from a checkout."""
+"""Which kvstore this is: the version it was installed as, the commit where it runs from a checkout, how to run more of it."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def module_command(name: str) -> list[str]:
+    """Runs a module of this same kvstore. Without -P a folder named kvstore in the current directory would take its place."""
+    safe = [] if _CHECKOUT.samefile(".") else ["-P"]
+    return [sys.executable, *safe, "-m", name]
 
 
 @cache

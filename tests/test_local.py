@@ -15,6 +15,7 @@ from cli_tool import ROOT
 
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import ConfigError, DirectoryInUse, Unreachable
+from kvstore.server.fsck import fsck
 from kvstore.server.local import HOST, PORTS_PER_NODE, LocalCluster, free_ports, port_is_free
 
 CAPACITY = 128 << 20
@@ -47,6 +48,16 @@ def test_daemons_serve_and_end_and_keep_their_directories(tmp_path: Path) -> Non
     with LocalCluster(tmp_path / "c", 3, capacity_bytes=CAPACITY) as again:
         assert [node.address for node in again.map.nodes] == addresses, "ports stay where they are free"
         assert again.ready[0]["index"].startswith(("loaded", "clean"))
+
+
+def test_a_folder_named_kvstore_here_does_not_take_the_place_of_the_daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kvstore").mkdir()
+    (tmp_path / "kvstore" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with LocalCluster(tmp_path / "c", 1, capacity_bytes=CAPACITY) as cluster:
+        cluster.kill(0)
+        assert fsck(cluster.node_directory(0)).ok
 
 
 def test_a_killed_daemon_comes_back_on_its_port(tmp_path: Path) -> None:

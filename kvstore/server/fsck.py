@@ -10,7 +10,6 @@ import fcntl
 import os
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from kvstore.kernels import _native
 from kvstore.record import ALIGN, Head, padded_bytes, parse_head
 from kvstore.segment import data_runs, read_footer
 from kvstore.server.fsck_index import FREED, ROW, STATE
+from kvstore.version import module_command
 
 FINDINGS_MAX: Final = 1000  # told one by one; past it they are only counted
 START_SECONDS_MAX: Final = 3600.0
@@ -143,7 +143,7 @@ def _read_index(directory: Path, report: FsckReport) -> dict[int, list[_Place]]:
         return places
     saved = load(directory / FILTER) if report.filter_stop else None
     denied, state = 0, (0, 0)
-    reader = [sys.executable, "-m", "kvstore.server.fsck_index", str(directory / "index")]
+    reader = [*module_command("kvstore.server.fsck_index"), str(directory / "index")]
     with subprocess.Popen(reader, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         while len(row := process.stdout.read(ROW.size)) == ROW.size:

@@ -19,7 +19,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from typing import IO, Any, Final, Self
 
 from kvstore.clustermap import DEFAULT_CLASSES, ClusterMap, Node, RetentionClass
 from kvstore.errors import ConfigError, DirectoryInUse, Unreachable
+from kvstore.version import module_command
 
 HOST: Final = "127.0.0.1"
 PORTS_PER_NODE: Final = 3  # data, gRPC, HTTP: all data ports first, then all gRPC ports, then all HTTP ports
@@ -255,7 +255,7 @@ class LocalCluster:
 
     def _spawn(self, node: int) -> Future[dict[str, Any]]:
         self.node_directory(node).mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "kvstore.server.child", str(os.getpid()), *self._arguments(node)]
+        command = [*module_command("kvstore.server.child"), str(os.getpid()), *self._arguments(node)]
         with self.log_path(node).open("ab") as log:
             # Its own session: Ctrl-C on the terminal reaches the parent alone, which then stops the daemons in order.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
