@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -142,3 +143,14 @@ def test_a_daemon_that_dies_is_told_and_the_rest_goes_on(tmp_path: Path) -> None
         assert process.stderr is not None
         assert "node-03 ended" in process.stderr.readline()
         assert "11 of 12 up" in cli.run("status").stdout
+
+
+def test_no_daemon_outlives_a_killed_up_and_each_stops_in_order(tmp_path: Path) -> None:
+    with up(Cli(tmp_path), "--no-self-test", "--nodes", "3") as (ready, process):
+        handles = [os.pidfd_open(node["pid"]) for node in ready["data"]["nodes"]]
+        os.kill(ready["data"]["nodes"][1]["pid"], signal.SIGSTOP)
+        process.kill()
+        for handle in handles:
+            assert select.select([handle], [], [], 30)[0], "it ends"
+            os.close(handle)
+        assert all("\nrunning 0\n" in (Path(node["data"]) / "state").read_text() for node in ready["data"]["nodes"])

@@ -76,7 +76,8 @@ def test_a_killed_daemon_comes_back_on_its_port(tmp_path: Path) -> None:
     assert not cluster.alive(0) and not cluster.alive(1), "a stopped process ends, too"
 
 
-def test_daemons_die_with_their_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "standing still"])
+def test_daemons_die_with_their_parent(tmp_path: Path, stopped: bool) -> None:
     script = (
         "import sys, signal\nfrom kvstore.server.local import LocalCluster\n"
         f"c = LocalCluster({str(tmp_path / 'c')!r}, 2, capacity_bytes={CAPACITY}).start()\n"
@@ -87,8 +88,12 @@ def test_daemons_die_with_their_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
+        for pid in pids if stopped else ():
+            os.kill(pid, signal.SIGSTOP)
         parent.kill()
     assert all(gone(pid) for pid in pids)
+    state = (tmp_path / "c" / "node-00" / "state").read_text()
+    assert "\nrunning 0\n" in state, "it was drained"
 
 
 def test_a_second_cluster_in_one_directory_is_refused_with_the_pid(tmp_path: Path) -> None:

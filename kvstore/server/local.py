@@ -5,7 +5,7 @@
     DIRECTORY/node-00.log, .pid   what it said on stderr; its process id while it runs
     DIRECTORY/lock                held while a LocalCluster runs here, with its pid inside
 
-Daemons die with the process that started them (kvstore.server.child). Not safe for use by several threads at once.
+Daemons end in order when the process that started them is killed (kvstore.server.child). Not safe for use by several threads at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from pathlib import Path
@@ -75,8 +75,6 @@ class LocalCluster:
         self._shape = (cluster_id, k, m, bucket_seconds, tuple(classes))
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * nodes
         self._lock: IO[str] | None = None
-        # One thread starts all children and lives as long as they do: they get SIGTERM when the thread that started them ends.
-        self._spawner: ThreadPoolExecutor | None = None
         self._fresh = fresh
         self.map: ClusterMap = self._load_or_plan()
 
@@ -107,9 +105,6 @@ class LocalCluster:
     def stop(self) -> None:
         """SIGTERM to all, then SIGKILL to whoever is left after `stop_seconds`. Safe to call twice. Data stays."""
         self._stop_nodes()
-        if self._spawner is not None:
-            self._spawner.shutdown()
-            self._spawner = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -238,9 +233,7 @@ class LocalCluster:
         return arguments + (["--io", self.io] if self.io else []) + list(self.extra_arguments)
 
     def _start_nodes(self, nodes: Sequence[int]) -> None:
-        if self._spawner is None:
-            self._spawner = ThreadPoolExecutor(1, "kvstore-spawner")
-        waits = [(node, self._spawner.submit(self._spawn, node).result()) for node in nodes]
+        waits = [(node, self._spawn(node)) for node in nodes]
         deadline = time.monotonic() + self.start_seconds
         for node, ready in waits:
             try:
