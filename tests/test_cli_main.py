@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -217,3 +218,15 @@ def test_closed_standard_streams_are_no_trace_and_no_file_of_ours(cli: Cli, tmp_
     finally:
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_arguments_that_are_no_text_are_shown_and_not_a_bug(cli: Cli, tmp_path: Path) -> None:
+    for where in ((), ("--json",)):
+        done = subprocess.run(
+            [*cli.command("up", "--nodes", "1", "--port", "0", "--capacity", "1", *where), "--dir", os.fsencode(tmp_path) + b"/\xff"],
+            capture_output=True,
+            env={**cli.environ, "LC_ALL": "C.UTF-8"},
+            timeout=60,
+        )
+        assert done.returncode == 2 and b"E131" in done.stderr + done.stdout, done.stderr
+        assert where or b"\\udcff" in done.stdout

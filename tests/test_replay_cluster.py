@@ -138,6 +138,9 @@ def test_command_prints_one_envelope_and_its_exit_code_tells_wrong_bytes(
         ([str(CONVERSATION), "--requests", "3", "--log", "no/such/folder/log.parquet"], "E100"),
         ([str(CONVERSATION), "--requests", "99", "--block-bytes", str(48 << 20), "--capacity", "1PB"], "E143"),
         ([str(CONVERSATION), "--block-bytes", "99999999999"], "E131"),
+        ([str(CONVERSATION), "--log", "."], "E100"),
+        ([str(CONVERSATION), "--requests", "1", "--block-bytes", "320", "--retention", "forever"], "E132"),
+        ([str(CONVERSATION), "--namespace", "\udcff"], "E140"),
     ],
 )
 def test_bad_input_is_one_line_with_what_to_do(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,7 @@ def _crashed(error: BaseException, argv: Sequence[str], out: Output) -> int:
     where = "see the trace above"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, errors="backslashreplace")  # an argument may be any bytes
         where = f"report it with {path}"
     except OSError:
         with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ from kvstore.cli.blocks import Handle, handle_path, scan, windows
 from kvstore.cli.cluster import find_map, why_short
 from kvstore.cli.output import Output
 from kvstore.clustermap import ClusterMap
-from kvstore.errors import InputError, StorageError
+from kvstore.errors import InputError, Refused, StorageError
 from kvstore.layout import BLOCK_BYTES_MAX, PRESETS
 from kvstore.units import format_bytes, parse_bytes
 
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("E131", f"--block-bytes {block_bytes}", fix=f"write 1 to {BLOCK_BYTES_MAX}")
     name = args.name or ("stdin" if args.file == "-" else Path(args.file).absolute().name)
     path = handle_path(name)
+    if args.handle and Path(args.handle).exists() and not Path(args.handle).is_file():  # a device: a file must not take its name
+        raise Refused("E301", f"{args.handle} is no file", fix="name a file with --handle")
     cluster_map = find_map(args)
     retention = args.settings["class"]
     if retention not in cluster_map.classes:

@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     blocks = capacity_blocks(args.cache_size, shape, layout)
     with interrupted_by_signals(), ExitStack() as stack:
         cluster, where = _cluster(args, shape, blocks, layout, stack)
+        if args.retention not in cluster.classes:
+            raise InputError("E132", f'no retention class "{args.retention}"', fix=f"known: {', '.join(cluster.classes)}")
         out.line(f"trace     {shape.requests:,} requests, {shape.unique_blocks:,} unique blocks, {len(skipped)} lines skipped")
         out.line(f"cluster   {where}")
         options = ReplayOptions(
@@ -114,6 +116,12 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("E131", f"--speed {args.speed}", "out of range", "give a number above 0")
     if args.speed is not None and args.clock != "wall":
         raise UsageError("E140", "--speed without --clock wall", "the virtual clock goes as fast as it can", "add --clock wall")
+    try:
+        args.namespace.encode()
+    except UnicodeEncodeError:
+        raise UsageError("E140", "--namespace", "is not UTF-8", "give it as text") from None
+    if args.log and args.log.exists() and not args.log.is_file():  # a device: a file must not take its name
+        raise UsageError("E100", f"--log {args.log}", "is no file", "name a file")
     if args.log and not args.log.parent.is_dir():
         raise UsageError("E100", f"--log {args.log}", f"{args.log.parent} is no directory", "name a file in a folder that exists")
     if args.settings["map"] and args.data:
