@@ -29,6 +29,11 @@ def version() -> str:
             return str(tomllib.load(file)["project"]["version"])
 
 
+def described() -> str:
+    """ "kvstore 0.1.0 (1a2b3c4)"; without the commit where that is not known, as in an installed wheel."""
+    return f"kvstore {version()}" + (f" ({revision()})" if revision() != "unknown" else "")
+
+
 @cache
 def revision() -> str:
     """Short commit of the checkout, "unknown" elsewhere."""

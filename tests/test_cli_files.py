@@ -36,6 +36,7 @@ def cli(tmp_path: Path, cluster: LocalCluster) -> Cli:
 def test_a_file_comes_back_equal(cli: Cli, tmp_path: Path, size: int) -> None:
     (tmp_path / "in").write_bytes(os.urandom(size))
     put = cli.run("put", "in", "--json").json
+    assert put["epoch"] == 1
     assert put["data"]["blocks_stored"] == put["data"]["blocks"] == -(-size // BLOCK) and put["data"]["blocks_degraded"] == 0
     got = cli.run("get", "in", "-o", "out", "--json")
     assert got.code == 0 and got.json["data"]["file_bytes"] == size

@@ -19,6 +19,7 @@ from kvstore.cli.codes import ERRORS, HEALTH, RANGES
 from kvstore.cli.main import COMMANDS
 from kvstore.config import load_settings
 from kvstore.errors import ConfigError
+from kvstore.version import described
 
 
 @pytest.fixture
@@ -39,6 +40,11 @@ def test_help_teaches_with_examples_and_lists_commands(cli: Cli) -> None:
 
 def test_version_names_the_version(cli: Cli) -> None:
     assert cli.run("--version").stdout.startswith("kvstore 0.")
+
+
+def test_a_version_without_a_known_commit_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.version.revision", lambda: "unknown")
+    assert re.fullmatch(r"kvstore [0-9.]+", described())
 
 
 def test_a_wrong_command_or_flag_is_one_line_with_a_fix(cli: Cli) -> None:

@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
         description="12 daemons serve 300 requests of a real trace with true-sized blocks, and lose two nodes on the way.",
         epilog="""\
 examples:
-  kvstore demo                       about a minute, 4 GB of disk, 2 GB of memory; all is removed at the end
+  kvstore demo                       some ten seconds, 4 GB of disk, 2 GB of memory; all is removed at the end
   kvstore demo --data DIR --keep     leaves the nodes' data in DIR
   kvstore demo --json                every step and figure for programs
 

@@ -185,10 +185,10 @@ def _compare_tokens(a: Any, b: Any, namespaces_differ: bool, out: Output) -> dic
         out.line("shared     nothing: the namespaces differ, so no block of one can be used by the other")
     else:
         share = 100 * shared * BLOCK_TOKENS / max(len(b), 1)
-        out.line(f"shared     {shared} blocks = {shared * BLOCK_TOKENS:,} tokens, {share:.1f} % of B")
+        out.line(f"shared     {shared} block{'s' if shared != 1 else ''} = {shared * BLOCK_TOKENS:,} tokens, {share:.1f} % of B")
         if first is not None and blocks > same:
             new = len(keys_b) - same
-            out.line(f"           what follows cannot be shared: a block's key names its whole prefix, so {new} blocks of B are new")
+            out.line(f"           what follows cannot be shared: a block's key names its whole prefix, so {new} of B must be stored anew")
     return {
         "first_differing_token": first,
         "first_differing_block": None if first is None else first // BLOCK_TOKENS,

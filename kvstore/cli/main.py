@@ -27,7 +27,7 @@ from kvstore.config import load_settings, xdg
 from kvstore.errors import KvstoreError, UsageError
 from kvstore.streams import open_standard_streams
 from kvstore.tomlfile import suggestion
-from kvstore.version import revision, version
+from kvstore.version import described
 
 COMMANDS: Final = ("up", "node", "status", "stats", "put", "get", "replay", "demo", "bench", "fsck", "explain")
 
@@ -35,7 +35,7 @@ HELP_COLUMNS: Final = 100
 _DESCRIPTION: Final = "An open KV prompt cache: erasure-coded SSD block store for LLM inference hosts."
 _EXAMPLES: Final = """\
 start here:
-  kvstore demo                       one minute: a cluster, a trace, two nodes lost, every byte checked
+  kvstore demo                       ten seconds: a cluster, a trace, two nodes lost, every byte checked
   kvstore up                         12 nodes on this machine; Ctrl-C stops them, data is kept
   kvstore status                     is it well, and if not, what to do
   kvstore put FILE && kvstore get FILE -o COPY
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(prog="kvstore", description=_DESCRIPTION, epilog=_EXAMPLES)
-    parser.add_argument("--version", action="version", version=f"kvstore {version()} ({revision()})")
+    parser.add_argument("--version", action="version", version=described())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=CommandParser)
     for name, module in _modules(argv):
         module.add_parser(subparsers)
@@ -193,7 +193,7 @@ def _crashed(error: BaseException, argv: Sequence[str], out: Output) -> int:
     """A bug of ours: everything needed to find it goes into a file, one line to the person."""
     now = datetime.datetime.now(datetime.UTC)
     path = xdg("state") / f"crash-{now:%Y%m%dT%H%M%S}-{os.getpid()}.txt"
-    lines = [f"kvstore {version()} ({revision()})  python {sys.version.split()[0]}  {now.isoformat()}", f"command: {' '.join(argv)}", ""]
+    lines = [f"{described()}  python {sys.version.split()[0]}  {now.isoformat()}", f"command: {' '.join(argv)}", ""]
     text = "\n".join(lines + traceback.format_exception(error))
     where = "see the trace above"
     try:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     handle.save(path)
     if args.handle:
         handle.save(Path(args.handle))
-    return _tell(args.out, handle, path, stored, degraded, time.monotonic() - started)
+    return _tell(args.out, handle, cluster_map.epoch, path, stored, degraded, time.monotonic() - started)
 
 
 def _opened(name: str) -> IO[bytes]:
@@ -108,7 +108,7 @@ def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: 
     return stored, degraded
 
 
-def _tell(out: Output, handle: Handle, path: Path, stored: int, degraded: int, seconds: float) -> int:
+def _tell(out: Output, handle: Handle, epoch: int, path: Path, stored: int, degraded: int, seconds: float) -> int:
     blocks = len(handle.hashes)
     if degraded:
         out.warn(f"{degraded} blocks were stored with a shard or two missing: kvstore status")
@@ -119,5 +119,6 @@ def _tell(out: Output, handle: Handle, path: Path, stored: int, degraded: int, s
     out.result(
         {**data, "blocks": blocks, "blocks_stored": stored, "blocks_degraded": degraded, "seconds": round(seconds, 6)},
         cluster=handle.cluster,
+        epoch=epoch,
     )
     return 0
