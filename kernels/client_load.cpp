@@ -220,7 +220,7 @@ uint64_t LoadJob::seed(uint32_t e, uint32_t p, uint32_t s, uint32_t block) const
   return shard_seed(id);
 }
 
-bool LoadJob::claim(const Stream::Item& item, std::vector<uint8_t>& tail, Target& to) {
+bool LoadJob::claim(const Stream::Item& item, bool from_start, std::vector<uint8_t>& tail, Target& to) {
   const uint32_t piece = piece_bytes(item);
   ExtentWork& w = *work_[item.extent];
   std::lock_guard lock(w.mutex);
@@ -240,6 +240,8 @@ bool LoadJob::claim(const Stream::Item& item, std::vector<uint8_t>& tail, Target
     to.stride = plan_.row_stride;
   }
   work.receiving |= bit(item.shard);
+  if (from_start) work.mixed |= work.begun & bit(item.shard);
+  to.mixed = work.mixed & bit(item.shard);
   inside_++;
   return true;
 }
@@ -260,13 +262,14 @@ void LoadJob::copy_tail(const Stream::Item& item, const uint8_t* tail) {
   for (uint32_t b = 0; real && b < blocks(item); b++) std::memcpy(to + b * plan_.row_stride, tail + size_t(b) * plane.shard_bytes, real);
 }
 
-void LoadJob::release(const Stream::Item& item, Got got) {
+void LoadJob::release(const Stream::Item& item, Got got, bool wrote) {
   Todo todo;
   {
     std::unique_lock lock(work_[item.extent]->mutex);
     PlaneWork& work = work_[item.extent]->planes[item.plane];
     const uint64_t mine = bit(item.shard);
     work.receiving &= ~mine;
+    if (wrote) work.begun |= mine;
     if (got == Got::WHOLE) work.good |= mine;
     if (got == Got::WHOLE && item.shard >= k_) stats.parity_received++;
     if (got == Got::BAD) {

@@ -7,6 +7,8 @@
 //
 // Lock order: extent, then job. Neither is held while bytes move or while a connection is called.
 #pragma once
+#include <sys/uio.h>
+
 #include <bit>
 #include <span>
 
@@ -112,11 +114,20 @@ class ReadConn final : public Conn {
 
  private:
   static constexpr size_t STEP_BYTES = 256 << 10;   // what one recvmsg brings is checked while it is in the cache (L2 is 1 MiB)
+  static constexpr uint32_t ITEMS_AHEAD = 32;       // of one recvmsg
+  static constexpr int IOV_PARTS = 512;             // of one recvmsg
   enum class Step : uint8_t { MORE, BLOCKED, GONE };
   Step step();
   Step header();
   Step discard();
   Step scatter();
+  ssize_t take(uint8_t* into, size_t bytes);
+  ssize_t pull(iovec* iov, int parts);
+  void keep_aside(const iovec* iov, size_t skip, size_t bytes);
+  bool spilled() const { return spill_at_ < spill_.size(); }
+  void heard_stream();
+  bool announces_item(const wire::FrameHeader& header);
+  void begin_body();
   bool parse_header();      // false: closed
   void next_item();
   void finish();
@@ -127,12 +138,15 @@ class ReadConn final : public Conn {
   bool reused_ = false, heard_any_ = false, draining_ = false;
   int64_t drain_since_ns_ = 0, idle_since_ns_ = 0;
   uint32_t item_ = 0, request_ = 0;
-  uint8_t header_[sizeof(wire::FrameHeader)];
+  uint8_t headers_[ITEMS_AHEAD + 1][sizeof(wire::FrameHeader)];   // [0]: of the item that is due
   uint32_t header_got_ = 0;
   uint64_t body_bytes_ = 0, body_got_ = 0;
   uint32_t verified_ = 0;   // pieces
   bool discarding_ = false;
-  std::vector<uint8_t> tail_;   // pieces that the plane's end cuts
+  std::vector<uint8_t> tails_[ITEMS_AHEAD];   // pieces that the plane's end cuts
+  bool ahead_ = true;           // this stream has said nothing but what was expected
+  std::vector<uint8_t> spill_;  // received too far ahead; from spill_at_ on not yet used
+  size_t spill_at_ = 0;
 };
 
 class LoadJob : public std::enable_shared_from_this<LoadJob> {
@@ -156,6 +170,8 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   struct PlaneWork {
     uint64_t good = 0, lost = 0, receiving = 0, revoked = 0;   // places, by shard
     uint64_t revoke_wanted = 0, decoded = 0;
+    uint64_t begun = 0;        // bytes were written to the place by a receive that did not end it
+    uint64_t mixed = 0;        // and then by another stream, from the start: what was checked is checked again
     uint64_t lagging = 0;      // asked, and later than the others
     uint64_t turned_to = 0;    // read or asked in the place of others
     bool complete = false, decoding = false, doubted = false;
@@ -184,12 +200,16 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
     std::vector<Late> late;
     std::vector<uint32_t> failed;
   };
-  struct Target { uint8_t *checks, *base; size_t stride; };
+  struct Target {
+    uint8_t *checks, *base;
+    size_t stride;
+    bool mixed;   // other bytes than this stream's may have come in between
+  };
 
   // By ReadConn. claim: false when the bytes are unwanted; true makes the place RECEIVING until release.
-  bool claim(const Stream::Item& item, std::vector<uint8_t>& tail, Target& target);   // tail: room for pieces that are cut
+  bool claim(const Stream::Item& item, bool from_start, std::vector<uint8_t>& tail, Target& target);   // tail: room for pieces that are cut
   enum class Got : uint8_t { PART, WHOLE, BAD };
-  void release(const Stream::Item& item, Got got);
+  void release(const Stream::Item& item, Got got, bool wrote);
   void lose(const Stream& stream, uint32_t first, uint32_t end, Outcome why);
   bool verify(const Stream::Item& item, const Target& target, uint32_t first, uint32_t end) const;
   void copy_tail(const Stream::Item& item, const uint8_t* tail);

@@ -46,6 +46,9 @@ void ReadConn::start(std::shared_ptr<Stream> stream) {
   body_bytes_ = body_got_ = 0;
   verified_ = 0;
   discarding_ = heard_any_ = draining_ = false;
+  ahead_ = true;
+  spill_.clear();
+  spill_at_ = 0;
   stream_->last_ns.store(now_ns(), std::memory_order_relaxed);
   if (state() == State::CLOSED) return on_closed(outcome(Fault::BROKEN));
   bool fine = true;
@@ -85,7 +88,7 @@ void ReadConn::go_on() {
 }
 
 void ReadConn::on_read() {
-  for (int turn = 0; turn < 4; turn++) {
+  for (int turn = 0; turn < 4 || spilled(); turn++) {
     if (stopped()) {
       std::lock_guard lock(mutex_);
       reading_ = false;
@@ -110,130 +113,214 @@ ReadConn::Step ReadConn::step() {
 
 ReadConn::Step ReadConn::header() {
   const size_t want = sizeof(FrameHeader) - header_got_;
-  const ssize_t n = receive(header_ + header_got_, want);
+  const ssize_t n = take(headers_[0] + header_got_, want);
   if (n < 0 && errno == EAGAIN) return Step::BLOCKED;
   if (n <= 0) return close(outcome(Fault::BROKEN)), Step::GONE;
-  const int64_t now = now_ns();
-  heard(now);
-  heard_any_ = true;
-  stream_->last_ns.store(now, std::memory_order_relaxed);
+  heard_stream();
   header_got_ += uint32_t(n);
   if (header_got_ < sizeof(FrameHeader)) return Step::BLOCKED;
   return parse_header() ? Step::MORE : Step::GONE;
 }
 
-bool ReadConn::parse_header() {
-  FrameHeader h;
-  std::memcpy(&h, header_, sizeof h);
+// As recv; what was received too far ahead comes first. Null: thrown away.
+ssize_t ReadConn::take(uint8_t* into, size_t bytes) {
+  if (!spilled()) return receive(into, bytes, into ? 0 : MSG_TRUNC);   // TCP throws the bytes away without copying them
+  const size_t n = std::min(bytes, spill_.size() - spill_at_);
+  if (into) std::memcpy(into, spill_.data() + spill_at_, n);
+  spill_at_ += n;
+  return ssize_t(n);
+}
+
+void ReadConn::heard_stream() {
+  const int64_t now = now_ns();
+  heard(now);
+  heard_any_ = true;
+  stream_->last_ns.store(now, std::memory_order_relaxed);
+}
+
+// The header of the item that is due, and its whole body follows.
+bool ReadConn::announces_item(const FrameHeader& h) {
   const auto& requests = stream_->requests;
   while (request_ + 1 < requests.size() && item_ >= requests[request_ + 1].first_item) request_++;
-  const auto& request = requests[request_];
-  if (h.magic != wire::MAGIC || h.version != wire::VERSION || h.verb != uint8_t(wire::Verb::READ) || h.request_id != request.id)
-    return broke_protocol(), false;
-  const Stream::Item item = stream_->items[item_];
-  if (h.kind == uint8_t(wire::Kind::REPLY)) {   // the whole READ was refused
-    if (h.status == 0 || h.body_bytes != 0) return broke_protocol(), false;
-    const uint32_t end = request_ + 1 < requests.size() ? requests[request_ + 1].first_item : uint32_t(stream_->items.size());
-    stream_->job->lose(*stream_, item_, end, h.status);
-    item_ = end - 1;
-    next_item();
-    return state() == State::OPEN;
-  }
-  if (h.kind != uint8_t(wire::Kind::ITEM) || h.aux != item_ - request.first_item) return broke_protocol(), false;
-  if (h.status != 0) {
-    if (h.body_bytes != 0) return broke_protocol(), false;
-    stream_->job->lose(*stream_, item_, item_ + 1, h.status);
-    next_item();
-    return state() == State::OPEN;
-  }
-  if (h.body_bytes != stream_->job->body_bytes(item)) return broke_protocol(), false;
-  body_bytes_ = h.body_bytes;
+  return h.magic == wire::MAGIC && h.version == wire::VERSION && h.verb == uint8_t(wire::Verb::READ) && h.request_id == requests[request_].id &&
+         h.kind == uint8_t(wire::Kind::ITEM) && h.aux == item_ - requests[request_].first_item && h.status == 0 &&
+         h.body_bytes == stream_->job->body_bytes(stream_->items[item_]);
+}
+
+void ReadConn::begin_body() {
+  body_bytes_ = stream_->job->body_bytes(stream_->items[item_]);
   body_got_ = 0;
   verified_ = 0;
   discarding_ = false;
-  return true;
+}
+
+bool ReadConn::parse_header() {
+  FrameHeader h;
+  std::memcpy(&h, headers_[0], sizeof h);
+  if (announces_item(h)) return begin_body(), true;
+  const auto& request = stream_->requests[request_];
+  const bool ours = h.magic == wire::MAGIC && h.version == wire::VERSION && h.verb == uint8_t(wire::Verb::READ) && h.request_id == request.id;
+  if (!ours || h.status == 0 || h.body_bytes != 0) return broke_protocol(), false;
+  uint32_t end = item_ + 1;
+  if (h.kind == uint8_t(wire::Kind::REPLY))   // the whole READ was refused
+    end = size_t(request_) + 1 < stream_->requests.size() ? stream_->requests[request_ + 1].first_item : uint32_t(stream_->items.size());
+  else if (h.kind != uint8_t(wire::Kind::ITEM) || h.aux != item_ - request.first_item)
+    return broke_protocol(), false;
+  stream_->job->lose(*stream_, item_, end, h.status);
+  item_ = end - 1;
+  next_item();
+  return state() == State::OPEN;
 }
 
 ReadConn::Step ReadConn::discard() {
   const uint64_t rest = body_bytes_ - body_got_;
   const size_t want = size_t(std::min<uint64_t>(rest, 4 * STEP_BYTES));
-  const ssize_t n = receive(nullptr, want, MSG_TRUNC);   // TCP throws the bytes away without copying them
+  const bool from_spill = spilled();
+  const ssize_t n = take(nullptr, want);
   if (n < 0 && errno == EAGAIN) return Step::BLOCKED;
   if (n <= 0) return close(outcome(Fault::BROKEN)), Step::GONE;
-  const int64_t now = now_ns();
-  heard(now);
-  stream_->last_ns.store(now, std::memory_order_relaxed);
+  heard_stream();
   body_got_ += uint64_t(n);
   if (body_got_ == body_bytes_) next_item();
-  return size_t(n) < want ? Step::BLOCKED : Step::MORE;
+  return size_t(n) < want && !from_spill ? Step::BLOCKED : Step::MORE;
 }
 
+// One receive into the places of the item that is due and of those after it: their headers are taken for granted, since nearly all say
+// the same. Where one does not, what came after it is kept aside, and the stream is read item by item from there.
 ReadConn::Step ReadConn::scatter() {
-  auto job = stream_->job;
-  const Stream::Item item = stream_->items[item_];
-  LoadJob::Target to;
-  if (!job->claim(item, tail_, to)) {
-    discarding_ = true;
-    return Step::MORE;
-  }
-  const uint32_t blocks = job->blocks(item), piece = job->piece_bytes(item);
-  const uint64_t checks_bytes = 24ull * blocks;
-  iovec iov[BLOCKS_PER_EXTENT_MAX + 2];
+  auto stream = stream_;   // finish() lets go of it
+  LoadJob& job = *stream->job;
+  const auto& items = stream->items;
+  LoadJob::Target to[ITEMS_AHEAD];
+  size_t begins[ITEMS_AHEAD];   // where in this receive each body begins
+  iovec iov[IOV_PARTS];
   int parts = 0;
   size_t want = 0;
   auto part = [&](uint8_t* at, size_t bytes) {
     iov[parts++] = {at, bytes};
     want += bytes;
   };
-  uint64_t at = body_got_;
-  if (at < checks_bytes) {
-    part(to.checks + at, size_t(checks_bytes - at));
-    at = checks_bytes;
+  const uint32_t first = item_;
+  uint32_t claimed = 0;
+  const bool ahead = ahead_ && !spilled() && stream->read_until.load(std::memory_order_relaxed) >= items.size();
+  bool whole = true;   // the last item's body ends within this receive
+  while (whole && claimed < ITEMS_AHEAD && first + claimed < items.size() && want < STEP_BYTES && (claimed == 0 || ahead)) {
+    const Stream::Item& item = items[first + claimed];
+    const uint32_t blocks = job.blocks(item), piece = job.piece_bytes(item);
+    if (claimed && parts + int(blocks) + 4 > IOV_PARTS) break;
+    if (!job.claim(item, claimed || !body_got_, tails_[claimed], to[claimed])) break;
+    const LoadJob::Target& t = to[claimed];
+    if (claimed) part(headers_[claimed], sizeof(FrameHeader));
+    begins[claimed] = want;
+    const uint64_t body = job.body_bytes(item), checks_bytes = 24ull * blocks;
+    uint64_t at = claimed ? 0 : body_got_;
+    if (at < checks_bytes) {
+      part(t.checks + at, size_t(checks_bytes - at));
+      at = checks_bytes;
+    }
+    while (at < body && want < STEP_BYTES) {
+      const uint64_t in_pieces = at - checks_bytes;
+      const uint32_t block = uint32_t(in_pieces / piece), skip = uint32_t(in_pieces % piece);
+      uint64_t run = piece - skip;
+      if (piece > STEP_BYTES / 2) run = std::min<uint64_t>(run, STEP_BYTES - want);
+      if (t.stride == piece) run = std::min<uint64_t>(body - at, std::max<uint64_t>(run, STEP_BYTES - want));
+      part(t.base + block * t.stride + skip, size_t(run));
+      at += run;
+    }
+    whole = at == body;
+    claimed++;
   }
-  while (at < body_bytes_ && want < STEP_BYTES) {
-    const uint64_t in_pieces = at - checks_bytes;
-    const uint32_t block = uint32_t(in_pieces / piece), skip = uint32_t(in_pieces % piece);
-    uint64_t run = piece - skip;
-    if (piece > STEP_BYTES / 2) run = std::min<uint64_t>(run, STEP_BYTES - want);
-    if (to.stride == piece) run = std::min<uint64_t>(body_bytes_ - at, std::max<uint64_t>(run, STEP_BYTES - want));
-    part(to.base + block * to.stride + skip, size_t(run));
-    at += run;
+  if (claimed == 0) {
+    discarding_ = true;
+    return Step::MORE;
   }
-  const bool with_header = at == body_bytes_ && item_ + 1 < stream_->items.size();
-  if (with_header) part(header_, sizeof(FrameHeader));
+  if (whole && first + claimed < items.size()) part(headers_[claimed], sizeof(FrameHeader));
+
+  if (to[0].mixed) verified_ = 0;
+  const bool from_spill = spilled();
+  const ssize_t n = pull(iov, parts);
+  if (n <= 0) {
+    const bool again = n < 0 && errno == EAGAIN;
+    for (uint32_t i = 0; i < claimed; i++) job.release(items[first + i], LoadJob::Got::PART, false);
+    if (again) return Step::BLOCKED;
+    close(outcome(Fault::BROKEN));
+    return Step::GONE;
+  }
+  heard_stream();
+  size_t left = size_t(n);
+  uint32_t done = 0;   // items that need no further byte of this receive
+  bool header_whole = false;
+  while (left && done <= claimed) {
+    if (header_got_ < sizeof(FrameHeader)) {
+      const size_t got = std::min(left, sizeof(FrameHeader) - header_got_);
+      header_got_ += uint32_t(got);
+      left -= got;
+      if (header_got_ < sizeof(FrameHeader)) break;
+      FrameHeader h;
+      std::memcpy(&h, headers_[done], sizeof h);
+      header_whole = done == claimed || !announces_item(h);
+      if (header_whole) break;
+      begin_body();
+    }
+    const Stream::Item& item = items[item_];
+    const uint64_t checks_bytes = 24ull * job.blocks(item), got = std::min<uint64_t>(left, body_bytes_ - body_got_);
+    body_got_ += got;
+    left -= size_t(got);
+    const uint32_t pieces = body_got_ > checks_bytes ? uint32_t((body_got_ - checks_bytes) / job.piece_bytes(item)) : 0;
+    const bool good = job.verify(item, to[done], verified_, pieces);
+    const bool ended = body_got_ == body_bytes_;
+    verified_ = pieces;
+    if (good && !ended) break;
+    if (good && job.is_cut(item)) job.copy_tail(item, tails_[done].data());
+    job.release(item, good ? LoadJob::Got::WHOLE : LoadJob::Got::BAD, true);
+    done++;
+    discarding_ = !ended;
+    if (!ended) break;
+    next_item();
+  }
+  if (done && header_got_ && !discarding_) std::memmove(headers_[0], headers_[done], header_got_);
+  if (done && done < claimed) tails_[0].swap(tails_[done]);   // goes on there
+  if (left) {   // not what was expected: the rest goes aside before its places are let go
+    ahead_ = false;
+    keep_aside(iov, size_t(n) - left, left);
+  }
+  for (uint32_t i = done; i < claimed; i++) job.release(items[first + i], LoadJob::Got::PART, begins[i] < size_t(n));
+  if (!stream_) return Step::BLOCKED;
+  if (header_whole && !parse_header()) return Step::GONE;
+  return size_t(n) < want && !from_spill && !spilled() ? Step::BLOCKED : Step::MORE;
+}
+
+// As recvmsg; what was received too far ahead comes first.
+ssize_t ReadConn::pull(iovec* iov, int parts) {
+  if (spilled()) {
+    size_t n = 0;
+    for (int i = 0; i < parts && spilled(); i++) n += size_t(take(static_cast<uint8_t*>(iov[i].iov_base), iov[i].iov_len));
+    return ssize_t(n);
+  }
   msghdr message{};
   message.msg_iov = iov;
   message.msg_iovlen = size_t(parts);
   ssize_t n;
   do n = recvmsg(fd_, &message, MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  if (n <= 0) {
-    const bool again = n < 0 && errno == EAGAIN;
-    job->release(item, LoadJob::Got::PART);
-    if (again) return Step::BLOCKED;
-    close(outcome(Fault::BROKEN));
-    return Step::GONE;
+  if (n > 0) net.stats.bytes_received.fetch_add(uint64_t(n), std::memory_order_relaxed);
+  return n;
+}
+
+// Bytes [skip, skip + bytes) of what a receive brought, in front of what is aside already.
+void ReadConn::keep_aside(const iovec* iov, size_t skip, size_t bytes) {
+  std::vector<uint8_t> kept;
+  kept.reserve(bytes);
+  for (; bytes; iov++) {
+    const size_t n = iov->iov_len > skip ? std::min(iov->iov_len - skip, bytes) : 0;
+    const auto* at = static_cast<const uint8_t*>(iov->iov_base) + skip;
+    if (n) kept.insert(kept.end(), at, at + n);
+    skip -= std::min(skip, iov->iov_len);
+    bytes -= n;
   }
-  const int64_t now = now_ns();
-  heard(now);
-  stream_->last_ns.store(now, std::memory_order_relaxed);
-  net.stats.bytes_received.fetch_add(uint64_t(n), std::memory_order_relaxed);
-  const uint64_t body = std::min<uint64_t>(uint64_t(n), body_bytes_ - body_got_);
-  body_got_ += body;
-  const uint32_t whole = body_got_ > checks_bytes ? uint32_t((body_got_ - checks_bytes) / piece) : 0;
-  const bool good = job->verify(item, to, verified_, whole);
-  verified_ = whole;
-  const bool ended = body_got_ == body_bytes_;
-  if (good && ended && job->is_cut(item)) job->copy_tail(item, tail_.data());
-  job->release(item, !good ? LoadJob::Got::BAD : ended ? LoadJob::Got::WHOLE : LoadJob::Got::PART);
-  if (!good) discarding_ = true;
-  if (ended) {
-    next_item();
-    header_got_ = uint32_t(uint64_t(n) - body);
-    if (!stream_) return Step::BLOCKED;
-    if (header_got_ == sizeof(FrameHeader) && !parse_header()) return Step::GONE;
-  }
-  return size_t(n) < want ? Step::BLOCKED : Step::MORE;
+  kept.insert(kept.end(), spill_.begin() + ptrdiff_t(spill_at_), spill_.end());
+  spill_ = std::move(kept);
+  spill_at_ = 0;
 }
 
 void ReadConn::next_item() {
@@ -244,6 +331,7 @@ void ReadConn::next_item() {
 }
 
 void ReadConn::finish() {
+  if (spilled()) return broke_protocol();   // more than was asked
   stream_ = nullptr;
   idle_since_ns_ = now_ns();
   reused_ = true;

@@ -11,9 +11,13 @@ Records are kept as they were sent; everything is checked with the plain Python 
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
+import random
 import socket
 import struct
+import termios
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -66,6 +70,7 @@ class Pipe:
         self._loop = loop
         self._connection = connection
         self._left = bytearray()
+        self.chop: random.Random | None = None  # sends in pieces of random length, each arrived before the next leaves
 
     async def exactly(self, count: int) -> bytes:
         while len(self._left) < count:
@@ -78,7 +83,18 @@ class Pipe:
         return out
 
     async def send(self, data: bytes) -> None:
+        while self.chop is not None and data:
+            piece = self.chop.choice((1, 31, 32, 33, 500, 5_000, 50_000))
+            await self._loop.sock_sendall(self._connection, data[:piece])
+            data = data[piece:]
+            while self._unacknowledged():
+                await asyncio.sleep(0)
         await self._loop.sock_sendall(self._connection, data)
+
+    def _unacknowledged(self) -> int:
+        count = array.array("i", [0])
+        fcntl.ioctl(self._connection, termios.TIOCOUTQ, count)
+        return count[0]
 
     def close(self) -> None:
         self._connection.close()
@@ -113,6 +129,7 @@ class Peer:
         self.items_asked: list[tuple[int, int]] = []  # shard, plane
         self.touches: list[tuple[bytes, int, int]] = []  # extent key, bucket, class
         self.discovered: list[bytes] = []
+        self.chop: random.Random | None = None
         self.port = 0
 
     # --- verbs ---
@@ -193,6 +210,7 @@ class Peer:
             answer = wire.Hello(hello.role, hello.cluster, 1, 1, 60, 0).encode()
             await pipe.send(wire.encode(verb, answer, request_id=frame.request_id, kind=Kind.REPLY))
         elif verb == Verb.READ:
+            pipe.chop = self.chop
             await self._read(frame, body, pipe)
         elif verb == Verb.WRITE:
             verdict = await self.reply_rule(verb, body, b"") if self.reply_rule is not None else None

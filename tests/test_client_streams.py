@@ -1,0 +1,82 @@
+"""What one receive brings of several items: however the stream is cut, and whatever comes in the place of an item, right bytes or none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from client_tools import NO_REUSE, SMALL, V41, chain, load, store
+from faultpeer import Item, PeerCluster
+from test_client_faults import BAD, lie
+
+from kvstore.client import Client
+from kvstore.layout import Layout
+from kvstore.wire import Status
+
+LENGTHS = [1, 2, 3, 1, 1, 5, 8, 1, 1, 1, 13, 2, 1, 20, 1]
+CUT = Layout.single(321)  # 33 bytes a shard: the last one is cut short in its place
+
+
+@pytest.fixture(params=[SMALL, CUT, V41], ids=lambda layout: f"{layout.block_bytes}B")
+def cluster(request: pytest.FixtureRequest) -> Iterator[tuple[PeerCluster, Layout]]:
+    with PeerCluster() as made:
+        yield made, request.param
+
+
+@pytest.mark.parametrize("hedge", ["lazy", "eager"])
+def test_refused_items_do_not_shift_the_bytes_of_those_after_them(cluster: tuple[PeerCluster, Layout], hedge: str) -> None:
+    peers, layout = cluster
+    dice = random.Random(7)
+    keys = chain(sum(LENGTHS), layout)
+    with Client(peers.map, layout=layout, config=NO_REUSE) as client:
+        data = store(client, keys, lengths=LENGTHS)
+
+        async def refuse_some(_: Item) -> Status | None:
+            return dice.choice((None, None, Status.NOT_FOUND, Status.BUSY))
+
+        for _ in range(20):
+            for number, peer in enumerate(peers.peers):
+                peer.item_rule = refuse_some if number in (3, 8) else None
+            result, place = load(client, client.lookup(keys), hedge=hedge, deadline_seconds=5.0)
+            assert result.blocks == len(keys) and result.bad_shards == 0 and np.array_equal(place, data)
+
+
+@pytest.mark.parametrize("hedge", ["lazy", "eager"])
+def test_a_stream_that_comes_in_dribs_comes_out_whole(cluster: tuple[PeerCluster, Layout], hedge: str) -> None:
+    peers, layout = cluster
+    keys = chain(sum(LENGTHS), layout)
+    with Client(peers.map, layout=layout, config=NO_REUSE) as client:
+        data = store(client, keys, lengths=LENGTHS)
+        for number, peer in enumerate(peers.peers):
+            peer.chop = random.Random(number)
+        for _ in range(3):
+            result, place = load(client, client.lookup(keys), hedge=hedge, deadline_seconds=20.0)
+            assert result.blocks == len(keys) and result.bad_shards == 0 and np.array_equal(place, data)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_faults_in_a_chopped_stream_never_make_wrong_bytes(seed: int) -> None:
+    dice = random.Random(seed)
+    layout = dice.choice((SMALL, CUT, V41))
+    keys = chain(sum(LENGTHS), layout)
+    with PeerCluster() as peers, Client(peers.map, layout=layout, config=NO_REUSE) as client:
+        data = store(client, keys, lengths=LENGTHS)
+        for _ in range(15):
+            faulty = dice.sample(range(12), dice.randrange(4))
+            rules = {number: dice.choice(BAD) for number in faulty}
+
+            def at_times(rule: object) -> object:
+                async def ruled(item: Item) -> object:
+                    return await rule(item) if dice.random() < 0.3 else None  # type: ignore[operator]  # a rule of BAD
+
+                return ruled
+
+            for number, peer in enumerate(peers.peers):
+                peer.chop = random.Random(number) if dice.random() < 0.2 else None
+                peer.item_rule = at_times(rules[number]) if number in rules else None  # type: ignore[assignment]
+            result, place = load(client, client.lookup(keys), hedge=dice.choice(("lazy", "eager")), deadline_seconds=20.0)
+            assert np.array_equal(place[: result.blocks], data[: result.blocks])
+            if len(faulty) <= 2 and lie not in rules.values():
+                assert result.blocks == len(keys)
