@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from client_tools import NO_REUSE, SMALL, V41, Blocks, bytes_of, chain, load, store
-from faultpeer import Gate, Item, PeerCluster, Raw, item_body, with_lie
+from faultpeer import Gate, Item, ItemRule, PeerCluster, Raw, item_body, with_lie
 
 from kvstore import wire
 from kvstore.client import Client, LoadOutcome, Ticket
@@ -95,7 +95,7 @@ async def short_body(item: Item) -> bytes:
     return item.body[:-1]
 
 
-BAD = [flip, lie, wrong_digests, not_found, busy, cut, hang_up, foreign, huge, short_body]
+BAD: list[ItemRule] = [flip, lie, wrong_digests, not_found, busy, cut, hang_up, foreign, huge, short_body]
 
 
 @pytest.mark.parametrize("hedge", ["lazy", "eager"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from client_tools import NO_REUSE, SMALL, V41, chain, load, store
-from faultpeer import Item, PeerCluster
+from faultpeer import Item, ItemRule, PeerCluster, Verdict
 from test_client_faults import BAD, lie
 
 from kvstore.client import Client
@@ -67,15 +67,15 @@ def test_faults_in_a_chopped_stream_never_make_wrong_bytes(seed: int) -> None:
             faulty = dice.sample(range(12), dice.randrange(4))
             rules = {number: dice.choice(BAD) for number in faulty}
 
-            def at_times(rule: object) -> object:
-                async def ruled(item: Item) -> object:
-                    return await rule(item) if dice.random() < 0.3 else None  # type: ignore[operator]  # a rule of BAD
+            def at_times(rule: ItemRule) -> ItemRule:
+                async def ruled(item: Item) -> Verdict:
+                    return await rule(item) if dice.random() < 0.3 else None
 
                 return ruled
 
             for number, peer in enumerate(peers.peers):
                 peer.chop = random.Random(number) if dice.random() < 0.2 else None
-                peer.item_rule = at_times(rules[number]) if number in rules else None  # type: ignore[assignment]
+                peer.item_rule = at_times(rules[number]) if number in rules else None
             result, place = load(client, client.lookup(keys), hedge=dice.choice(("lazy", "eager")), deadline_seconds=20.0)
             assert np.array_equal(place[: result.blocks], data[: result.blocks])
             if len(faulty) <= 2 and lie not in rules.values():
