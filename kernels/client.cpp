@@ -142,7 +142,7 @@ void fill_nodes(const Ints2& nodes, size_t row, uint32_t shards, int32_t (&to)[S
 }
 
 nb::object load(ClientCore& core, const nb::bytes& owner, uint64_t epoch, const Bytes2& names, const Words2& spans, const Ints2& nodes,
-                const Longs1& doubtful, const Words2& planes, const Bytes2& block_keys, const RowsOut& destination, bool eager) {
+                const Longs1& doubtful, const Words2& planes, const Bytes2& block_keys, const RowsOut& destination, bool eager, bool by_plane) {
   core.check();
   const uint32_t k = core.shared->codec.k(), shards = k + core.shared->codec.m();
   const size_t extents = names.shape(0);
@@ -158,6 +158,7 @@ nb::object load(ClientCore& core, const nb::bytes& owner, uint64_t epoch, const 
   plan.base = destination.data();
   plan.row_stride = destination.shape(0) > 1 ? size_t(destination.stride(0)) : destination.shape(1);
   plan.eager = eager;
+  plan.by_plane = by_plane;
   uint32_t row = 0;
   for (size_t e = 0; e < extents; e++) {
     ExtentPlan x{};
@@ -427,7 +428,7 @@ void bind_client(nanobind::module_& m) {
           "owner"_a, "epoch"_a, "bucket"_a, "flags"_a, "retention_class"_a, "pin_seconds"_a, "names"_a, "nodes"_a, "enough"_a,
           nb::rv_policy::take_ownership)
       .def("load", &load, "owner"_a, "epoch"_a, "names"_a, "spans"_a, "nodes"_a, "doubtful"_a, "planes"_a, "block_keys"_a,
-           "destination"_a, "eager"_a)
+           "destination"_a, "eager"_a, "by_plane"_a)
       .def("store", &store, "owner"_a, "write_epoch"_a, "write_ids"_a, "spans"_a, "nodes"_a, "planes"_a, "block_keys"_a, "blocks"_a, "earlier"_a,
            "fields"_a)
       .def(

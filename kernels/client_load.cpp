@@ -102,14 +102,14 @@ void LoadJob::start() {
     stats.shards_asked += asked[e].size();
     stats.missing_shards += uint32_t(std::popcount(lost));
   }
-  for (uint32_t p = 0; p < plane_count_; p++)
-    for (uint32_t e = 0; e < extents; e++)
-      for (uint8_t s : asked[e]) {
-        ParityAsk* parity = s >= k_ ? &work_[e]->parity[s - k_] : nullptr;
-        Stream& stream = *streams[size_t(parity ? parity->stream : data_stream_[e][s])];
-        if (parity) parity->item[p] = uint32_t(stream.items.size());
-        stream.items.push_back({e, uint8_t(p), s});
-      }
+  in_order(extents, [&](uint32_t e, uint32_t p) {
+    for (uint8_t s : asked[e]) {
+      ParityAsk* parity = s >= k_ ? &work_[e]->parity[s - k_] : nullptr;
+      Stream& stream = *streams[size_t(parity ? parity->stream : data_stream_[e][s])];
+      if (parity) parity->item[p] = uint32_t(stream.items.size());
+      stream.items.push_back({e, uint8_t(p), s});
+    }
+  });
   for (auto& stream : streams) {
     build_frames(*stream);
     stream->read_until = stream->parity && !plan_.eager ? 0 : uint32_t(stream->items.size());
@@ -389,11 +389,11 @@ void LoadJob::ask_late(std::vector<Late> late) {
     auto stream = std::make_shared<Stream>();
     stream->job = shared_from_this();
     stream->node = uint32_t(node);
-    for (uint32_t p = 0; p < plane_count_; p++)
-      for (const Late& l : list) {
-        std::lock_guard lock(work_[l.extent]->mutex);
-        if (!work_[l.extent]->planes[p].complete) stream->items.push_back({l.extent, uint8_t(p), uint8_t(l.shard)});
-      }
+    in_order(uint32_t(list.size()), [&](uint32_t i, uint32_t p) {
+      const Late& l = list[i];
+      std::lock_guard lock(work_[l.extent]->mutex);
+      if (!work_[l.extent]->planes[p].complete) stream->items.push_back({l.extent, uint8_t(p), uint8_t(l.shard)});
+    });
     if (stream->items.empty()) continue;
     build_frames(*stream);
     stream->read_until = uint32_t(stream->items.size());

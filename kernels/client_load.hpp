@@ -1,4 +1,4 @@
-// A load: extents of a ticket from many nodes into the caller's memory, plane-major over the whole prompt. docs/CLIENT.md is the text to this.
+// A load: extents of a ticket from many nodes into the caller's memory. docs/CLIENT.md is the text to this.
 //
 // Each (extent, plane, shard) is a *place* with one owner: FREE -> RECEIVING for one recvmsg and the check of what came -> FREE or GOOD;
 // LOST; REVOKED by whoever decodes it, and at the end of the load. A place is written by its receiver while RECEIVING, by the decoder when
@@ -48,6 +48,7 @@ struct LoadPlan {
   size_t row_stride = 0;
   uint32_t rows = 0;
   bool eager = false;
+  bool by_plane = false;   // ask plane after plane over all extents; else extent after extent, as the disk has them
 };
 
 struct LoadStats {
@@ -243,6 +244,11 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   void read_more(int32_t stream, uint32_t items);
   void ask_late(std::vector<Late> late);
   void cut_at(uint32_t extent);
+  template <class F>
+  void in_order(uint32_t extents, F&& ask) const {   // ask(extent, plane), in the order in which items are asked
+    for (uint32_t i = 0; i < extents * plane_count_; i++)
+      plan_.by_plane ? ask(i % extents, i / extents) : ask(i / plane_count_, i % plane_count_);
+  }
   void build_frames(Stream& stream) const;
   void launch(std::shared_ptr<Stream> stream, bool fresh = false);
   void tick();

@@ -332,6 +332,7 @@ void ReadConn::next_item() {
 
 void ReadConn::finish() {
   if (spilled()) return broke_protocol();   // more than was asked
+  node.heard();   // owes nothing: it may have been called late between its last byte and this
   stream_ = nullptr;
   idle_since_ns_ = now_ns();
   reused_ = true;

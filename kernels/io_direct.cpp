@@ -176,7 +176,7 @@ void DirectService::run() {
 namespace {
 
 constexpr uint64_t GAP_BYTES = 64 << 10;     // read through rather than seek again: 64 KiB cost less than another request
-constexpr uint64_t RUN_BYTES = 1 << 20;      // items are merged up to this
+constexpr uint64_t RUN_BYTES = 1 << 20;      // items are merged up to this, but for a job's first: sending should begin early
 
 // One read: consecutive items of one extent.
 struct Run {
@@ -300,7 +300,7 @@ class Direct final : public ReadEngine {
       }
     }
     run.first = run.last = first;
-    while (extra.next_item < job.items.size() && job.items[extra.next_item].extent == extent) {
+    while (first && extra.next_item < job.items.size() && job.items[extra.next_item].extent == extent) {
       if (locate(e, job.items[extra.next_item].plane, at, bytes) != Status::OK) break;
       if (at < from || at > to + GAP_BYTES || std::max(to, at + bytes) - from > RUN_BYTES) break;
       to = std::max(to, at + bytes);

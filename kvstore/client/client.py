@@ -212,7 +212,7 @@ class Client:
         destination = self._destination(destination, wanted)
         if self._cannot_load(ticket, wanted) is not None:
             return
-        load = self.begin_load(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted)
+        load = self.begin_load(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted, by_plane=True)
         try:
             if began is not None:
                 began(load)
@@ -220,8 +220,20 @@ class Client:
         finally:
             self._counted(load.finish(), ticket, len(wanted))
 
-    def begin_load(self, ticket: Ticket, destination: Any, *, hedge: Hedge, deadline_seconds: float | None, blocks: range) -> Load:
-        """A load under way, for those who drive it themselves; `finish()` must be called. Most want load() or planes()."""
+    def begin_load(
+        self,
+        ticket: Ticket,
+        destination: Any,
+        *,
+        hedge: Hedge,
+        deadline_seconds: float | None,
+        blocks: range,
+        by_plane: bool = False,
+    ) -> Load:
+        """A load under way, for those who drive it themselves; `finish()` must be called. Most want load() or planes().
+
+        `by_plane` asks for plane after plane over all blocks, so that the first plane is there early; else for extent after extent.
+        """
         self._check_open()
         if ticket.layout_tag != self._wanted.layout_tag or ticket.cluster != self.map.tag:
             raise MisuseError("E566", "ticket", "is of another layout or cluster", "redeem it with a client of the same")
@@ -229,7 +241,7 @@ class Client:
             raise MisuseError("E567", f"hedge {hedge!r}", "is not known", 'pass "lazy" or "eager"')
         rows = self._destination(destination, blocks)
         seconds = self.config.load_deadline_seconds if deadline_seconds is None else deadline_seconds
-        load = Load(self._core, self._placements, self._planes, ticket, blocks, rows, hedge, seconds)
+        load = Load(self._core, self._placements, self._planes, ticket, blocks, rows, hedge, by_plane, seconds)
         self._counters.load_began()
         return load
 

@@ -32,6 +32,7 @@ class Load:
         blocks: range,
         rows: U8,
         hedge: Hedge,
+        by_plane: bool,
         deadline_seconds: float,
     ) -> None:
         self._pid = os.getpid()
@@ -57,6 +58,7 @@ class Load:
             np.ascontiguousarray(ticket.keys[blocks.start : blocks.stop]),
             rows,
             hedge == "eager",
+            by_plane,
         )
 
     def finish(self) -> LoadResult:

@@ -350,6 +350,7 @@ class ClientCore:
         block_keys: _U8,
         destination: _U8,
         eager: bool,
+        by_plane: bool,
     ) -> ClientLoad:
         """Spans (n, 3): first block in the extent, blocks, row. Planes (p, 3): offset, bytes, shard bytes. Rows lie any distance apart."""
 
