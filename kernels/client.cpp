@@ -277,7 +277,7 @@ nb::dict stats(ClientCore& core) {
     late += node->late();
     std::lock_guard lock(node->mutex);
     connected += (node->small && node->small->state() == Conn::State::OPEN) || (node->write && node->write->state() == Conn::State::OPEN) ||
-                 !node->idle_data.empty() || !node->idle_parity.empty();
+                 !node->idle.empty();
   }
   set("connected_nodes", connected);
   set("nodes_down", down);

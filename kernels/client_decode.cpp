@@ -106,7 +106,7 @@ bool LoadJob::drop_liars(uint32_t e, uint32_t p) {
   work.revoked &= ~undone;
   work.turned_to &= ~undone;
   work_[e]->spared |= undone;
-  work_[e]->late_asked &= ~undone;
+  work_[e]->asked &= ~undone;
   work.decoded = 0;
   return true;
 }

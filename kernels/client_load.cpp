@@ -24,7 +24,7 @@ LoadJob::LoadJob(std::shared_ptr<LoadShared> shared, LoadPlan plan)
       k_(shared_->codec.k()),
       m_(shared_->codec.m()),
       plane_count_(uint32_t(plan_.planes.size())),
-      data_stream_(plan_.extents.size(), std::vector<int32_t>(k_, -1)),
+      stream_(plan_.extents.size(), std::vector<int32_t>(k_ + m_, -1)),
       done_(plan_.extents.size() * plane_count_),
       plane_done_(plane_count_),
       cut_(uint32_t(plan_.extents.size())) {
@@ -47,21 +47,14 @@ void LoadJob::start() {
   Net& net = *shared_->net;
   auto& nodes = net.nodes;
   std::vector<std::shared_ptr<Stream>> streams;
-  std::map<uint32_t, int32_t> by_lease;   // node * 2 + parity: index of its stream
-  auto stream_of = [&](uint32_t node, bool parity) -> int32_t {
-    auto [at, fresh] = by_lease.try_emplace(node * 2 + parity, int32_t(streams.size()));
+  std::map<uint32_t, int32_t> by_node;   // index of its stream
+  auto stream_of = [&](uint32_t node) -> int32_t {
+    auto [at, fresh] = by_node.try_emplace(node, int32_t(streams.size()));
     if (fresh) {
       streams.push_back(std::make_shared<Stream>());
       streams.back()->job = shared_from_this();
       streams.back()->node = node;
-      streams.back()->parity = parity;
     }
-    return at->second;
-  };
-  std::map<uint32_t, bool> rooms;
-  auto parity_room = [&](uint32_t node) {
-    auto [at, fresh] = rooms.try_emplace(node);
-    if (fresh) at->second = plan_.eager || ReadConn::has_parity_room(net, *nodes[node]);
     return at->second;
   };
   const uint32_t extents = uint32_t(plan_.extents.size());
@@ -85,44 +78,34 @@ void LoadJob::start() {
     const uint64_t passed = lost | w.spared;
     for (uint32_t s = 0; s < k_; s++)
       if (!(passed & bit(s))) {
-        data_stream_[e][s] = stream_of(uint32_t(x.nodes[s]), false);
         asked[e].push_back(uint8_t(s));
       }
-    uint32_t want = std::max(1, std::popcount(passed & data_mask()));
+    uint32_t want = uint32_t(std::popcount(passed & data_mask()));
+    if (plan_.eager && !want) want = 1;
     for (uint32_t i = 0; i < m_ && want; i++) {
       const uint32_t s = w.parity_order[i];
       if (passed & bit(s)) continue;
       want--;
-      if (!parity_room(uint32_t(x.nodes[s]))) continue;   // asked when it is needed
-      w.parity[s - k_].stream = stream_of(uint32_t(x.nodes[s]), true);
-      w.parity[s - k_].item.resize(plane_count_);
       asked[e].push_back(uint8_t(s));
       stats.parity_asked++;
+    }
+    for (uint8_t s : asked[e]) {
+      w.asked |= bit(s);
+      stream_[e][s] = stream_of(uint32_t(x.nodes[s]));
     }
     stats.shards_asked += asked[e].size();
     stats.missing_shards += uint32_t(std::popcount(lost));
   }
   in_order(extents, [&](uint32_t e, uint32_t p) {
-    for (uint8_t s : asked[e]) {
-      ParityAsk* parity = s >= k_ ? &work_[e]->parity[s - k_] : nullptr;
-      Stream& stream = *streams[size_t(parity ? parity->stream : data_stream_[e][s])];
-      if (parity) parity->item[p] = uint32_t(stream.items.size());
-      stream.items.push_back({e, uint8_t(p), s});
-    }
+    for (uint8_t s : asked[e]) streams[size_t(stream_[e][s])]->items.push_back({e, uint8_t(p), s});
   });
-  for (auto& stream : streams) {
-    build_frames(*stream);
-    stream->read_until = stream->parity && !plan_.eager ? 0 : uint32_t(stream->items.size());
-  }
+  for (auto& stream : streams) build_frames(*stream);
   {
     std::lock_guard lock(mutex_);
     streams_ = streams;
     conns_.resize(streams.size());
   }
-  for (auto& stream : streams)
-    if (!stream->parity) launch(stream);
-  for (auto& stream : streams)
-    if (stream->parity) launch(stream);
+  for (auto& stream : streams) launch(stream);
   Todo todo;
   for (uint32_t e = 0; e < extents; e++) {
     std::lock_guard lock(work_[e]->mutex);
@@ -130,7 +113,7 @@ void LoadJob::start() {
       if (work_[e]->planes[p].lost | work_[e]->spared) judge(e, p, todo);
   }
   run(todo);
-  Loop& home = net.bulk_loop(home_++, false);   // loads take turns
+  Loop& home = net.bulk_loop(home_++);   // loads take turns
   home.post([&home, self = shared_from_this()] { self->arm_tick(home); });
 }
 
@@ -180,7 +163,7 @@ void LoadJob::build_frames(Stream& stream) const {
 }
 
 void LoadJob::launch(std::shared_ptr<Stream> stream, bool fresh) {
-  auto conn = ReadConn::lease(*shared_->net, *shared_->net->nodes[stream->node], stream->parity, fresh);
+  auto conn = ReadConn::lease(*shared_->net, *shared_->net->nodes[stream->node], fresh);
   if (!conn) return lose(*stream, 0, uint32_t(stream->items.size()), outcome(Fault::UNREACHABLE));
   {
     std::lock_guard lock(mutex_);
@@ -343,13 +326,16 @@ void LoadJob::judge(uint32_t e, uint32_t p, Todo& todo) {
     if ((work.good | work.turned_to) & bit(s)) return;
     work.turned_to |= bit(s);
     work.turned_ns = now_ns();
-    if (s >= k_ && w.parity[s - k_].stream >= 0) {
-      todo.read.emplace_back(w.parity[s - k_].stream, w.parity[s - k_].item[p] + 1);
-    } else if (!(w.late_asked & bit(s))) {
-      w.late_asked |= bit(s);
+    if (w.asked & bit(s)) return;
+    if (uint32_t(std::popcount(w.asked)) <= k_) {
+      stats.shards_asked++;
+      if (s >= k_) stats.parity_asked++;
+    } else {
+      stats.late_asked++;
       if (work.lost) stats.late_asked_errors++;
-      todo.late.push_back({e, s});
     }
+    w.asked |= bit(s);
+    todo.late.push_back({e, s});
   };
   for (uint32_t i = 0; i < m_ && want; i++)
     if (!((work.lost | w.spared) & bit(w.parity_order[i]))) turn_to(w.parity_order[i]);
@@ -360,25 +346,8 @@ void LoadJob::judge(uint32_t e, uint32_t p, Todo& todo) {
 }
 
 void LoadJob::run(Todo& todo) {
-  for (auto [stream, items] : todo.read) read_more(stream, items);
   if (!todo.late.empty()) ask_late(std::move(todo.late));
   for (uint32_t e : todo.failed) cut_at(e);
-}
-
-void LoadJob::read_more(int32_t index, uint32_t items) {
-  std::shared_ptr<Stream> stream;
-  std::shared_ptr<ReadConn> conn;
-  {
-    std::lock_guard lock(mutex_);
-    if (size_t(index) >= streams_.size()) return;   // end() took them while this thread was deciding
-    stream = streams_[size_t(index)];
-    conn = conns_[size_t(index)];
-  }
-  uint32_t now = stream->read_until.load();
-  while (now < items && !stream->read_until.compare_exchange_weak(now, items)) {}
-  if (now >= items || !conn) return;
-  Loop& loop = conn->loop;
-  loop.post([conn] { conn->go_on(); });
 }
 
 // A fresh request for shards that were left out: one stream per node.
@@ -396,8 +365,6 @@ void LoadJob::ask_late(std::vector<Late> late) {
     });
     if (stream->items.empty()) continue;
     build_frames(*stream);
-    stream->read_until = uint32_t(stream->items.size());
-    stats.late_asked += list.size();
     {
       std::lock_guard lock(mutex_);
       if (ended_) return;
@@ -446,7 +413,7 @@ void LoadJob::tick() {
       if (work.complete || work.decoding || work.ready_ns == 0) continue;
       uint64_t fresh = 0;
       each(data_mask() & ~(work.good | work.lost | work.lagging | w.spared), [&](uint32_t s) {
-        const Stream& stream = *streams[size_t(data_stream_[e][s])];
+        const Stream& stream = *streams[size_t(stream_[e][s])];
         const int64_t quiet = now - stream.last_ns.load(std::memory_order_relaxed);
         if (now - work.ready_ns > delay || quiet > 2 * delay) fresh |= bit(s);
         if (fresh & bit(s) && quiet > delay) shared_->net->nodes[stream.node]->mark_late(now);
@@ -529,7 +496,7 @@ void LoadJob::end() {
   }
   for (auto& stream : streams) stream->drain = true;
   for (auto& conn : conns)
-    if (conn) conn->loop.post([conn] { conn->go_on(); });
+    if (conn) conn->loop.post([conn] { conn->drain(); });
   LoadStats& t = shared_->totals;
   t.shards_asked += stats.shards_asked;
   t.late_asked += stats.late_asked;

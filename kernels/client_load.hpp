@@ -92,21 +92,18 @@ struct Stream {
   std::vector<Request> requests;
   std::vector<uint8_t> frames;              // the READ requests as sent
   uint32_t node = 0;
-  bool parity = false;
   std::atomic<int64_t> last_ns{0};          // when bytes of it came last, or it was asked
-  std::atomic<uint32_t> read_until{0};      // items to read unasked; the rest waits in the socket
-  std::atomic<bool> drain{false};
+  std::atomic<bool> drain{false};           // its load is over
 };
 
 class ReadConn final : public Conn {
  public:
-  ReadConn(Net& net, Node& node, bool parity);
+  ReadConn(Net& net, Node& node);
   ~ReadConn() override;
-  static bool has_parity_room(Net& net, Node& node);   // false: rests of earlier loads are still being read
-  static std::shared_ptr<ReadConn> lease(Net& net, Node& node, bool parity, bool fresh = false);   // null: down, or at a limit
+  static std::shared_ptr<ReadConn> lease(Net& net, Node& node, bool fresh = false);   // null: down, or at a limit
   // Loop thread.
   void start(std::shared_ptr<Stream> stream);
-  void go_on();          // read_until or drain has changed
+  void drain();          // its load is over: reads the rest, or closes where that is long
   bool on_sweep(int64_t now) override;
 
  protected:
@@ -132,9 +129,7 @@ class ReadConn final : public Conn {
   bool parse_header();      // false: closed
   void next_item();
   void finish();
-  bool stopped() const;     // nothing to read now
 
-  const bool parity_;
   std::shared_ptr<Stream> stream_;
   bool reused_ = false, heard_any_ = false, draining_ = false;
   int64_t drain_since_ns_ = 0, idle_since_ns_ = 0;
@@ -180,24 +175,18 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
     int64_t turned_ns = 0;     // when it last turned to another shard
     uint8_t* parity[M_MAX] = {};
   };
-  struct ParityAsk {
-    int32_t stream = -1;
-    std::vector<uint32_t> item;   // by plane
-  };
   struct ExtentWork {
     mutable std::mutex mutex;
     std::vector<PlaneWork> planes;
     std::unique_ptr<uint8_t[]> checks;   // by plane, shard: sums and digests as they came; sums of rebuilt shards
     uint8_t parity_order[M_MAX] = {};
-    ParityAsk parity[M_MAX];
     uint64_t spared = 0;       // not asked at first: their nodes owe other answers, or did not have them
-    uint64_t late_asked = 0;   // asked by a fresh request
+    uint64_t asked = 0;
     bool failed = false, degraded = false;
   };
   struct Late { uint32_t extent, shard; };
   // What is to be done once no extent is locked.
   struct Todo {
-    std::vector<std::pair<int32_t, uint32_t>> read;   // stream, items
     std::vector<Late> late;
     std::vector<uint32_t> failed;
   };
@@ -241,7 +230,6 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   void hash_rebuilt(uint32_t extent, uint32_t plane, uint64_t shards);
 
   void run(Todo& todo);
-  void read_more(int32_t stream, uint32_t items);
   void ask_late(std::vector<Late> late);
   void cut_at(uint32_t extent);
   template <class F>
@@ -259,7 +247,7 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   const LoadPlan plan_;
   const uint32_t k_, m_, plane_count_;
   std::vector<std::unique_ptr<ExtentWork>> work_;
-  std::vector<std::vector<int32_t>> data_stream_;   // by extent, shard: its stream
+  std::vector<std::vector<int32_t>> stream_;   // by extent, shard: its stream; -1: not asked at first
 
   mutable std::mutex mutex_;                  // guards what follows, but for the atomics
   std::condition_variable changed_;

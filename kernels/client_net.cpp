@@ -243,8 +243,8 @@ wire::FrameHeader request_header(wire::Verb verb, uint64_t request_id, uint32_t 
   return h;
 }
 
-Conn::Conn(Net& n, Node& to, Loop& l, wire::Role role, int receive_bytes)
-    : id(n.next_id()), net(n), node(to), loop(l), role_(role), receive_bytes_(receive_bytes) {
+Conn::Conn(Net& n, Node& to, Loop& l, wire::Role role)
+    : id(n.next_id()), net(n), node(to), loop(l), role_(role) {
   wire::Hello hello{};
   hello.version_min = hello.version_max = wire::VERSION;
   hello.role = uint8_t(role);
@@ -275,7 +275,6 @@ void Conn::open() {
       const int on = 1;
       setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
       set_congestion_control(fd_, net.config.congestion_control);
-      if (receive_bytes_) setsockopt(fd_, SOL_SOCKET, SO_RCVBUF, &receive_bytes_, sizeof receive_bytes_);
       if (connect(fd_, reinterpret_cast<const sockaddr*>(&node.address.storage), node.address.bytes) < 0 && errno != EINPROGRESS) error = errno;
       state_.store(State::CONNECTING, std::memory_order_release);
       epoll_event event{.events = events_ = EPOLLOUT, .data = {.u64 = id}};
@@ -326,7 +325,7 @@ bool Conn::flush_locked() {
 
 void Conn::listen_locked() {
   if (fd_ < 0 || state() != State::OPEN) return;
-  const uint32_t want = (reading_ ? uint32_t(EPOLLIN) : 0u) | (out_at_ < out_.size() || has_more() ? uint32_t(EPOLLOUT) : 0u);
+  const uint32_t want = uint32_t(EPOLLIN) | (out_at_ < out_.size() || has_more() ? uint32_t(EPOLLOUT) : 0u);
   if (want == events_) return;
   events_ = want;
   epoll_event event{.events = want, .data = {.u64 = id}};
@@ -414,7 +413,7 @@ void Conn::on_events(uint32_t events) {
 }
 
 bool Conn::on_sweep(int64_t now) {
-  if ((state() == State::CONNECTING || (!greeted_ && reading_)) && now - opened_ns_ > net.config.connect_timeout_ns) {
+  if ((state() == State::CONNECTING || !greeted_) && now - opened_ns_ > net.config.connect_timeout_ns) {
     close(outcome(Fault::STALLED));
     return false;
   }

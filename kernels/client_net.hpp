@@ -1,7 +1,7 @@
 // Connections of a client: event loops, nodes and what is known of their health, and the part that all connections share.
 //
 // Threads: each connection belongs to one Loop and is read and closed by that thread alone. What other threads may do (queue bytes,
-// send them at once, switch reading on) is guarded by the connection's mutex. Lock order: node, then connection; call or job last.
+// send them at once) is guarded by the connection's mutex. Lock order: node, then connection; call or job last.
 #pragma once
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -46,8 +46,6 @@ struct NetConfig {
   uint64_t drain_bytes_max = 8u << 20;      // a longer rest is not worth reading: the connection is closed
   int64_t idle_timeout_ns = 60 * SECOND;
   int64_t backoff_min_ns = 250 * MS, backoff_max_ns = 5 * SECOND;
-  uint32_t parity_connections_max = 2;      // of a node: one in use, one being read to its end
-  int parity_receive_bytes = 64 << 10;      // so that a daemon whose parity nobody reads stalls early
   std::string congestion_control;           // of TCP; "": the host's
   std::array<uint8_t, 16> cluster{};
   uint64_t epoch = 0;
@@ -127,9 +125,8 @@ struct Node {
   std::mutex mutex;                       // guards the connections below and failures
   std::shared_ptr<SmallConn> small;
   std::shared_ptr<WriteConn> write;
-  std::vector<std::shared_ptr<ReadConn>> idle_data, idle_parity;
+  std::vector<std::shared_ptr<ReadConn>> idle;
   uint32_t failures = 0;
-  std::atomic<uint32_t> parity_open{0};   // parity connections there are
   std::atomic<int64_t> down_until_ns{0};
   std::atomic<int64_t> late_since_ns{0};  // an answer is owed and was late; ends with the next byte heard
 
@@ -168,7 +165,7 @@ class Net {
   std::vector<std::unique_ptr<Loop>> bulk_loops;
 
   uint64_t next_id() { return ids_.fetch_add(1, std::memory_order_relaxed); }
-  Loop& bulk_loop(uint32_t node, bool parity) { return *bulk_loops[(node + (parity ? 1 : 0)) % bulk_loops.size()]; }
+  Loop& bulk_loop(uint32_t node) { return *bulk_loops[node % bulk_loops.size()]; }
   void failed(Node& node);      // a connection could not be made or went silent: held for down for a while, longer each time
   void succeeded(Node& node);
   void stop();
@@ -181,7 +178,7 @@ class Net {
 class Conn : public std::enable_shared_from_this<Conn> {
  public:
   enum class State : uint8_t { NEW, CONNECTING, OPEN, CLOSED };
-  Conn(Net& net, Node& node, Loop& loop, wire::Role role, int receive_bytes = 0);
+  Conn(Net& net, Node& node, Loop& loop, wire::Role role);
   virtual ~Conn();
   Conn(const Conn&) = delete;
 
@@ -209,11 +206,10 @@ class Conn : public std::enable_shared_from_this<Conn> {
   void heard(int64_t now) { last_heard_ns_ = now; node.heard(); }
   void broke_protocol();                // closes
 
-  std::mutex mutex_;                    // guards fd_, out_, reading_, events_
+  std::mutex mutex_;                    // guards fd_, out_, events_
   int fd_ = -1;
   std::vector<uint8_t> out_;
   size_t out_at_ = 0;
-  bool reading_ = true;
   uint32_t events_ = 0;
   std::atomic<State> state_{State::NEW};
   int64_t opened_ns_ = 0, last_heard_ns_ = 0;
@@ -222,7 +218,6 @@ class Conn : public std::enable_shared_from_this<Conn> {
  private:
   bool read_hello();
   const wire::Role role_;
-  const int receive_bytes_;
   uint32_t hello_got_ = 0;
   uint8_t hello_[sizeof(wire::FrameHeader) + sizeof(wire::Hello)];
 };

@@ -10,33 +10,19 @@ namespace kv::client {
 
 using wire::FrameHeader;
 
-ReadConn::ReadConn(Net& n, Node& to, bool parity)
-    : Conn(n, to, n.bulk_loop(to.index, parity), wire::Role::BULK, parity ? n.config.parity_receive_bytes : 0), parity_(parity) {
-  net.stats.bulk_connections++;
-  if (parity_) node.parity_open++;
-}
+ReadConn::ReadConn(Net& n, Node& to) : Conn(n, to, n.bulk_loop(to.index), wire::Role::BULK) { net.stats.bulk_connections++; }
 
-ReadConn::~ReadConn() {
-  net.stats.bulk_connections--;
-  if (parity_) node.parity_open--;
-}
+ReadConn::~ReadConn() { net.stats.bulk_connections--; }
 
-bool ReadConn::has_parity_room(Net& net, Node& node) {
-  if (node.parity_open.load() < net.config.parity_connections_max) return true;
+std::shared_ptr<ReadConn> ReadConn::lease(Net& net, Node& node, bool fresh) {
   std::lock_guard lock(node.mutex);
-  return !node.idle_parity.empty();
-}
-
-std::shared_ptr<ReadConn> ReadConn::lease(Net& net, Node& node, bool parity, bool fresh) {
-  std::lock_guard lock(node.mutex);
-  auto& idle = parity ? node.idle_parity : node.idle_data;
-  while (!fresh && !idle.empty()) {
-    auto conn = std::move(idle.back());
-    idle.pop_back();
+  while (!fresh && !node.idle.empty()) {
+    auto conn = std::move(node.idle.back());
+    node.idle.pop_back();
     if (conn->state() == State::OPEN) return conn;
   }
   if (node.down(now_ns()) || net.stats.bulk_connections.load() >= int64_t(net.config.bulk_connections_max)) return nullptr;
-  return std::make_shared<ReadConn>(net, node, parity);
+  return std::make_shared<ReadConn>(net, node);
 }
 
 void ReadConn::start(std::shared_ptr<Stream> stream) {
@@ -55,7 +41,6 @@ void ReadConn::start(std::shared_ptr<Stream> stream) {
   {
     std::lock_guard lock(mutex_);
     out_.insert(out_.end(), stream_->frames.begin(), stream_->frames.end());
-    reading_ = !stopped();
     if (state() == State::OPEN) {
       fine = flush_locked();
       listen_locked();
@@ -64,39 +49,21 @@ void ReadConn::start(std::shared_ptr<Stream> stream) {
   last_heard_ns_ = now_ns();
   if (!fine) return close(outcome(Fault::BROKEN));
   if (state() == State::NEW) open();
-  if (stream_ && stream_->drain.load()) go_on();
+  drain();
 }
 
-bool ReadConn::stopped() const {
-  return stream_ && !stream_->drain.load(std::memory_order_relaxed) && item_ >= stream_->read_until.load(std::memory_order_relaxed);
-}
-
-void ReadConn::go_on() {
-  if (!stream_ || state() == State::CLOSED) return;
-  if (stream_->drain.load() && !draining_) {
-    draining_ = true;
-    drain_since_ns_ = now_ns();
-    uint64_t rest = 0;
-    for (size_t i = item_; i < stream_->items.size(); i++) rest += stream_->job->body_bytes(stream_->items[i]);
-    if (rest > net.config.drain_bytes_max) return close(outcome(node.late() ? Fault::STALLED : Fault::CANCELLED));
-  }
-  std::lock_guard lock(mutex_);
-  if (reading_ == !stopped()) return;
-  reading_ = !stopped();
-  last_heard_ns_ = now_ns();
-  listen_locked();
+void ReadConn::drain() {
+  if (!stream_ || !stream_->drain.load() || draining_ || state() == State::CLOSED) return;
+  draining_ = true;
+  drain_since_ns_ = now_ns();
+  uint64_t rest = 0;
+  for (size_t i = item_; i < stream_->items.size(); i++) rest += stream_->job->body_bytes(stream_->items[i]);
+  if (rest > net.config.drain_bytes_max) close(outcome(node.late() ? Fault::STALLED : Fault::CANCELLED));
 }
 
 void ReadConn::on_read() {
-  for (int turn = 0; turn < 4 || spilled(); turn++) {
-    if (stopped()) {
-      std::lock_guard lock(mutex_);
-      reading_ = false;
-      listen_locked();
-      return;
-    }
+  for (int turn = 0; turn < 4 || spilled(); turn++)
     if (step() != Step::MORE) return;
-  }
 }
 
 ReadConn::Step ReadConn::step() {
@@ -202,7 +169,7 @@ ReadConn::Step ReadConn::scatter() {
   };
   const uint32_t first = item_;
   uint32_t claimed = 0;
-  const bool ahead = ahead_ && !spilled() && stream->read_until.load(std::memory_order_relaxed) >= items.size();
+  const bool ahead = ahead_ && !spilled();
   bool whole = true;   // the last item's body ends within this receive
   while (whole && claimed < ITEMS_AHEAD && first + claimed < items.size() && want < STEP_BYTES && (claimed == 0 || ahead)) {
     const Stream::Item& item = items[first + claimed];
@@ -337,21 +304,15 @@ void ReadConn::finish() {
   idle_since_ns_ = now_ns();
   reused_ = true;
   draining_ = false;
-  {
-    std::lock_guard lock(mutex_);
-    reading_ = true;   // so that the peer's end is seen
-    listen_locked();
-  }
   auto self = std::static_pointer_cast<ReadConn>(shared_from_this());
   std::lock_guard lock(node.mutex);
-  (parity_ ? node.idle_parity : node.idle_data).push_back(std::move(self));
+  node.idle.push_back(std::move(self));
 }
 
 void ReadConn::on_closed(Outcome why) {
   {
     std::lock_guard lock(node.mutex);
-    auto& idle = parity_ ? node.idle_parity : node.idle_data;
-    std::erase_if(idle, [this](const auto& conn) { return conn.get() == this; });
+    std::erase_if(node.idle, [this](const auto& conn) { return conn.get() == this; });
   }
   auto stream = std::move(stream_);
   stream_ = nullptr;
@@ -369,7 +330,6 @@ bool ReadConn::on_sweep(int64_t now) {
     if (greeted_ && now - idle_since_ns_ > net.config.idle_timeout_ns) close(outcome(Fault::CANCELLED));
     return false;
   }
-  if (!reading_) return true;
   const int64_t quiet = now - last_heard_ns_;
   if (draining_ && now - drain_since_ns_ > net.config.drain_timeout_ns)
     close(outcome(quiet > net.config.drain_timeout_ns ? Fault::STALLED : Fault::CANCELLED));

@@ -225,7 +225,7 @@ void StoreExtent::resolve(Stored result) {
   for (auto& task : tasks_) {
     if (!task->refers) continue;
     Node& node = *writer_.shared->net->nodes[task->node];
-    Loop& loop = writer_.shared->net->bulk_loop(node.index, false);
+    Loop& loop = writer_.shared->net->bulk_loop(node.index);
     loop.post([&node, task] {
       std::shared_ptr<WriteConn> conn;
       {

@@ -221,7 +221,7 @@ def test_a_cancelled_load_returns_at_once_and_leaves_the_memory_alone(stored: St
 
 def test_the_left_out_parity_is_asked_only_when_needed(stored: Stored) -> None:
     result, _ = load(stored.client, stored.ticket)
-    assert (result.late12, result.shards_asked, result.decoded) == (0, 11, 0)
+    assert (result.late12, result.shards_asked, result.decoded) == (0, 10, 0)
     stored.rule(0, not_found)
     stored.rule(1, not_found)
     result, place = load(stored.client, stored.ticket)

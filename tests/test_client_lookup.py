@@ -87,6 +87,35 @@ def test_a_promise_is_used_again_and_an_extent_touched_once_in_a_bucket(cluster:
         assert len(buckets) == 2 and max(buckets) == int(clock.now // 60)
 
 
+def test_a_shard_that_was_not_there_is_asked_for_again_soon(cluster: PeerCluster) -> None:
+    """It may have been on its way: else every load of the next half minute decodes."""
+    clock = ManualClock()
+    with Client(cluster.map, layout=SMALL, clock=clock) as client:
+        keys = chain(20, SMALL)
+        store(client, keys)
+        client.flush()
+        late = next(peer for peer in cluster.peers if any(min(shards) < 10 for shards in peer.records.values()))
+        held, late.records = late.records, {}
+        answered = cluster.gate()
+
+        async def answer_first(_verb: Verb, _body: bytes, _right: bytes) -> None:
+            answered.open()
+
+        async def answer_later(_verb: Verb, _body: bytes, _right: bytes) -> None:
+            if _verb == Verb.PROMISE:
+                await answered.wait()
+
+        for peer in cluster.peers:
+            peer.reply_rule = answer_first if peer is late else answer_later
+        ticket = client.lookup(keys)
+        assert any(ticket.extents["absent"]) and load(client, ticket)[0].decoded
+        late.records = held
+        assert any(client.lookup(keys).extents["absent"])
+        clock.now += 1.1
+        ticket = client.lookup(keys)
+        assert not any(ticket.extents["absent"]) and not load(client, ticket)[0].decoded
+
+
 def test_another_class_is_touched_again(cluster: PeerCluster) -> None:
     with Client(cluster.map, layout=SMALL, clock=ManualClock()) as client:
         keys = chain(10, SMALL)

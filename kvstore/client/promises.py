@@ -6,6 +6,7 @@ import threading
 from typing import Final, NamedTuple
 
 KEPT_MAX: Final = 1 << 16  # about 15 MB
+ABSENT_REUSE_SECONDS: Final = 1.0  # a shard that was not there may have been on its way: without it every load has to decode
 
 
 class _Promise(NamedTuple):
@@ -38,7 +39,8 @@ class Promises:
                 self._kept = {name: p for name, p in self._kept.items() if p.until > now}
                 if len(self._kept) >= KEPT_MAX:
                     self._kept.clear()
-            self._kept[key, write_id] = _Promise(now + self._reuse_seconds, bucket, class_id, absent)
+            seconds = min(self._reuse_seconds, ABSENT_REUSE_SECONDS) if absent else self._reuse_seconds
+            self._kept[key, write_id] = _Promise(now + seconds, bucket, class_id, absent)
 
     def forget(self, key: bytes, write_id: int) -> None:
         """A load found less than was promised."""

@@ -83,7 +83,7 @@ class LoadResult:
     bytes: int
     seconds: float
     decoded: int  # (extent, plane) pieces with a data shard rebuilt
-    late12: int  # shards beyond the eleventh asked for
+    late12: int  # shards of an extent beyond its eleventh that were asked for
     bad_shards: int  # failed a check; counted as lost
     missing_shards: int
     lagging_shards: int
