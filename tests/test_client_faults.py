@@ -241,6 +241,7 @@ def test_bytes_of_another_block_never_pass(stored: Stored) -> None:
     """A peer that answers with another extent's shard, checksums and all: the seed of every sum names its place."""
     other_keys = chain(20, SMALL)
     store(stored.client, other_keys)
+    stored.client.flush()  # the twelfth shard, too
     holder = stored.cluster.peers[stored.holder(2)]
     swapped = next(r for (key, _), shards in holder.records.items() if key == other_keys[0].tobytes() for r in shards.values())
 
