@@ -29,6 +29,7 @@ from benchmarks.prompts import (
 from benchmarks.raw import DEPTHS, Loopback, Uring
 from benchmarks.records import record_places
 from benchmarks.rig import Rig, forget_pages, rig
+from kvstore.client import ClientConfig
 
 PAGED_IN_BYTES_MAX = 4 << 20  # of a daemon's own code, under memory pressure by others; far below one load
 SENDERS = 11  # of the raw transfer (an eager load asks as many shards)
@@ -76,11 +77,12 @@ def stored_chains(bench: Bench, stack: ExitStack) -> dict[str, Chain]:
 
 
 @contextmanager
-def raw_like(bench: Bench, senders: int) -> Iterator[Loopback]:
-    """A raw transfer of what `senders` nodes send of one chain."""
+def raw_like(bench: Bench, senders: int) -> Iterator[tuple[Loopback, Loopback]]:
+    """Raw transfers of what `senders` nodes send of one chain: as any program gets them on this host, and with our congestion control."""
     shard_bytes = sum(plane.shard_bytes for plane in LAYOUT.planes())
-    with Loopback(senders, shard_bytes * bench.scale.chain_blocks) as raw:
-        yield raw
+    sender_bytes = shard_bytes * bench.scale.chain_blocks
+    with Loopback(senders, sender_bytes) as plain, Loopback(senders, sender_bytes, ClientConfig().congestion_control) as alike:
+        yield plain, alike
 
 
 @measures("load_warm_vs_loopback")
@@ -93,18 +95,19 @@ def load_warm(bench: Bench) -> dict[str, Figure]:
         chain = chains[shape]
         return chain.user_bytes / chain.load_seconds(hedge)
 
-    with raw_like(bench, SENDERS) as raw:
+    with raw_like(bench, SENDERS) as (plain, alike):
         for shape, hedge in cases:  # into the page cache, and the client's first connections
             user_rate(shape, hedge)
         read_before = chains["64"].rig.disk_read_bytes()
         takes = [lambda s=shape, h=hedge: user_rate(s, h) for shape, hedge in cases]
-        *ours, wire = interleaved(bench.scale.rounds, *takes, raw.round_bytes_per_second)
+        *ours, wire, alike_wire = interleaved(bench.scale.rounds, *takes, plain.round_bytes_per_second, alike.round_bytes_per_second)
         read_bytes = chains["64"].rig.disk_read_bytes() - read_before
     if read_bytes > PAGED_IN_BYTES_MAX:
         raise RuntimeError(f"the warm load read {read_bytes} bytes from disk")
     figures = {}
     for (shape, hedge), rates in zip(cases, ours, strict=True):
-        note = f"{np.median(rates) / 1e9:.2f} of {np.median(wire) / 1e9:.2f} GB/s; {spread(rates)}"
+        note = f"{np.median(rates) / 1e9:.2f} of {np.median(wire) / 1e9:.2f} GB/s; {ratio_of_medians(rates, alike_wire):.2f} of "
+        note += f"{np.median(alike_wire) / 1e9:.2f} with our congestion control; {spread(rates)}"
         figures[f"load_warm_vs_loopback.{hedge}.{shape}"] = Figure(ratio_of_medians(rates, wire), at_least(BARS[hedge]), note)
     return figures
 

@@ -16,7 +16,7 @@ from kvstore.client import StoreOutcome
 @measures("store_vs_loopback")
 def store(bench: Bench) -> dict[str, Figure]:
     figures = {}
-    with ExitStack() as stack, raw_like(bench, NODES) as raw:
+    with ExitStack() as stack, raw_like(bench, NODES) as (plain, alike):
         made = rig(bench, stack, "store", capacity_bytes=8 << 30)
         data = pretouched(bench.scale.chain_blocks)
         prompts = chains(1_000, bench.scale.chain_blocks)
@@ -38,8 +38,9 @@ def store(bench: Bench) -> dict[str, Figure]:
 
         cases = shapes(bench)
         takes = [lambda lengths=lengths: store_seconds(lengths) for lengths in cases.values()]
-        *ours, theirs = interleaved(bench.scale.rounds, *takes, raw.round_seconds)
+        *ours, theirs, alike_times = interleaved(bench.scale.rounds, *takes, plain.round_seconds, alike.round_seconds)
     for shape, times in zip(cases, ours, strict=True):
-        note = f"{np.median(times) * 1e3:.0f} ms, raw {np.median(theirs) * 1e3:.0f} ms; {spread(times)}"
+        note = f"{np.median(times) * 1e3:.0f} ms, raw {np.median(theirs) * 1e3:.0f} ms; {ratio_of_medians(alike_times, times):.2f} of "
+        note += f"{np.median(alike_times) * 1e3:.0f} ms with our congestion control; {spread(times)}"
         figures[f"store_vs_loopback.{shape}"] = Figure(ratio_of_medians(theirs, times), at_least(0.30), note)
     return figures

@@ -20,6 +20,7 @@ BUCKET_SECONDS = 60
 CAPACITY_BYTES = 1 << 40  # of a node: 10^6 such extents are 0.3 TB, so nothing is evicted
 MAP_BYTES = 16 << 30
 OWNER = bytes(16)
+PIN_SECONDS = 1  # of the client: soon gone, so that lookups without a pin can be measured, too
 
 
 def fill(directory: str, extents: int, seed: int) -> None:
@@ -45,5 +46,7 @@ def filled_rig(bench: Bench, stack: ExitStack) -> Rig:
             cluster.node_directory(node).mkdir(parents=True)
         list(pool.map(lambda node: fill(str(cluster.node_directory(node)), bench.scale.index_extents, node), range(NODES)))
     stack.enter_context(cluster)
-    client = stack.enter_context(Client(cluster.map, layout=LAYOUT, config=ClientConfig(promise_reuse_seconds=0)))
+    client = stack.enter_context(
+        Client(cluster.map, layout=LAYOUT, config=ClientConfig(promise_reuse_seconds=0, promise_seconds=PIN_SECONDS))
+    )
     return Rig(cluster, client)

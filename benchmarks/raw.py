@@ -38,10 +38,10 @@ class _Program:
 
 
 class Loopback(_Program):
-    """`senders` processes from a hot buffer to one receiving process with two threads."""
+    """`senders` processes from a hot buffer to one receiving process with two threads; congestion control is the host's, or as named."""
 
-    def __init__(self, senders: int, bytes_per_sender: int) -> None:
-        super().__init__("loopback", str(senders), str(bytes_per_sender))
+    def __init__(self, senders: int, bytes_per_sender: int, congestion_control: str = "") -> None:
+        super().__init__("loopback", str(senders), str(bytes_per_sender), "part", *filter(None, [congestion_control]))
 
     def round_seconds(self) -> float:
         return self.ask("go")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvstore.client import Client, ClientConfig
 from kvstore.server.local import LocalCluster
 
 NODES = 12
+BUSY_TICKS_MAX = 3  # hundredths of a second, of all daemons together in half a second
 
 
 class Rig:
@@ -36,6 +38,21 @@ class Rig:
                 if line.startswith("read_bytes:"):
                     total += int(line.split()[1])
         return total
+
+    def settle(self, timeout_seconds: float = 60.0) -> None:
+        """Returns when what was written is on disk and the daemons rest: a start scan is over, nothing is freed or sealed."""
+        os.sync()
+        deadline = time.monotonic() + timeout_seconds
+        before = self._busy_ticks()
+        while time.monotonic() < deadline:
+            time.sleep(0.5)
+            now = self._busy_ticks()
+            if now - before <= BUSY_TICKS_MAX:
+                return
+            before = now
+
+    def _busy_ticks(self) -> int:
+        return sum(sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) for pid in self.pids)
 
     @contextlib.contextmanager
     def stopped(self, *nodes: int) -> Iterator[None]:

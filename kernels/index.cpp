@@ -191,12 +191,16 @@ std::vector<uint8_t> with_last_use(const EntryKey& key, MDB_val value, uint32_t 
   return out;
 }
 
+bool decode_front(MDB_val key, MDB_val value, EntryFixed& out) {
+  if (key.mv_size != ENTRY_KEY_BYTES || value.mv_size < sizeof out) return false;
+  std::memcpy(&out, value.mv_data, sizeof out);
+  return out.version == ENTRY_VERSION && value.mv_size == sizeof out + 8 * size_t(out.block_count) + out.tail_bytes;
+}
+
 bool decode_entry(MDB_val key, MDB_val value, Entry& out) {
   const auto* p = static_cast<const uint8_t*>(value.mv_data);
-  if (key.mv_size != ENTRY_KEY_BYTES || value.mv_size < sizeof(EntryFixed)) return false;
-  std::memcpy(&out.fixed, p, sizeof out.fixed);
+  if (!decode_front(key, value, out.fixed)) return false;
   const EntryFixed& f = out.fixed;
-  if (f.version != ENTRY_VERSION || value.mv_size != sizeof f + 8 * size_t(f.block_count) + f.tail_bytes) return false;
   if (f.check != check_of(key.mv_data, key.mv_size, p + 4, value.mv_size - 4)) return false;
   out.tags = p + sizeof f;
   out.tail = out.tags + 8 * size_t(f.block_count);

@@ -76,6 +76,7 @@ std::vector<uint8_t> encode_entry(const EntryKey& key, const RecordView& view, u
 // A changed copy of a value: place and sizes stay, last use and class move.
 std::vector<uint8_t> with_last_use(const EntryKey& key, MDB_val value, uint32_t bucket, uint8_t retention_class);
 bool decode_entry(MDB_val key, MDB_val value, Entry& out);       // false: damaged
+bool decode_front(MDB_val key, MDB_val value, EntryFixed& out);  // lengths and version only, not the check
 RecencyValue recency_value(const RecencyKey& key, uint32_t record_4k);
 
 // Raised on an LMDB answer that means damage or a fault of the disk; the index is then discarded and rebuilt.

@@ -1,6 +1,7 @@
 // What the store knows for a short while only, in RAM and bounded: promised writings (pins), last uses not yet in the index (touches),
 // writings that were withdrawn (tombstones).
 #pragma once
+#include <atomic>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -15,9 +16,51 @@ struct NameHash {
 
 // Promised writings, by a 128-bit fingerprint of their name: two names that share one would only keep a writing longer.
 // A writing about to be deleted is marked `dying` in the same table, so a promise and a deletion of one writing exclude each other.
+//
+// A pin also says what the index said when it was made: while it lives nothing can go, so the next promise of the same writing need not ask
+// the index again. It forgets that when shards are added, and with a deletion that ignores pins.
 class Pins {
  public:
   explicit Pins(uint32_t pins_max) : shard_max_(pins_max / SHARDS + 1) {}
+
+  struct Known { uint64_t shard_mask = 0; uint32_t bucket = 0; uint8_t retention_class = 0; };   // as in the index; 0 shards: nothing
+
+  // What is known of a writing that is pinned now; its pin is made longer. Nothing where it is not pinned.
+  Known renew(const NameKey& name, uint32_t now_seconds, uint32_t until_seconds) {
+    const XXH128_hash_t h = hash(name);
+    Shard& s = shard(h);
+    std::lock_guard lock(s.mutex);
+    Slot* slot = s.find(h);
+    if (slot->until == DYING_MARK || slot->until <= now_seconds || !slot->known.shard_mask) return {};
+    slot->until = std::max(slot->until, until_seconds);
+    return slot->known;
+  }
+  // `seen`: changes() from before the index was read. Where something was added to the index since, nothing is kept.
+  void remember(const NameKey& name, const Known& known, uint64_t seen) {
+    change(name, [&](Slot& slot) {
+      if (changes_.load() == seen) slot.known = known;
+    });
+  }
+  // The writing was used again, and that is noted elsewhere for the index.
+  void touched(const NameKey& name, uint32_t bucket, uint8_t retention_class) {
+    change(name, [&](Slot& slot) {
+      slot.known.bucket = bucket;
+      slot.known.retention_class = retention_class;
+    });
+  }
+  uint64_t changes() const { return changes_.load(); }
+  // After shards of it were added to the index. (The count first: who remembers under the slot's lock sees it, or is overruled here.)
+  void forget(const NameKey& name) {
+    changes_++;
+    change(name, [](Slot& slot) { slot.known = {}; });
+  }
+  void forget_all() {
+    changes_++;
+    for (Shard& s : shards_) {
+      std::lock_guard lock(s.mutex);
+      for (Slot& slot : s.slots) slot.known = {};
+    }
+  }
 
   enum class Pinned { NEW, EXTENDED, FULL, DYING };
   Pinned pin(const NameKey& name, uint32_t now_seconds, uint32_t until_seconds) {
@@ -33,7 +76,7 @@ class Pins {
     }
     if (!s.room(now_seconds, shard_max_)) return Pinned::FULL;
     slot = s.find(h);
-    *slot = {h.low64, h.high64, until_seconds};
+    *slot = {h.low64, h.high64, until_seconds, {}};
     s.used++;
     return Pinned::NEW;
   }
@@ -50,7 +93,7 @@ class Pins {
       slot = s.find(h);
       s.used++;
     }
-    *slot = {h.low64, h.high64, DYING_MARK};
+    *slot = {h.low64, h.high64, DYING_MARK, {}};
     return true;
   }
   void end_delete(const NameKey& name) {
@@ -72,7 +115,11 @@ class Pins {
 
  private:
   static constexpr uint32_t SHARDS = 16, DYING_MARK = UINT32_MAX;
-  struct Slot { uint64_t low = 0, high = 0; uint32_t until = 0; };   // until 0: never used
+  struct Slot {
+    uint64_t low = 0, high = 0;
+    uint32_t until = 0;   // 0: never used
+    Known known;
+  };
   struct Shard {
     std::mutex mutex;
     std::vector<Slot> slots = std::vector<Slot>(64);
@@ -100,10 +147,18 @@ class Pins {
     }
     uint32_t purged_at = 0;
   };
+  template <class Change>
+  void change(const NameKey& name, Change&& apply) {
+    const XXH128_hash_t h = hash(name);
+    Shard& s = shard(h);
+    std::lock_guard lock(s.mutex);
+    if (Slot* slot = s.find(h); slot->until && slot->until != DYING_MARK) apply(*slot);
+  }
   static XXH128_hash_t hash(const NameKey& name) { return XXH3_128bits(name.data(), name.size()); }
   Shard& shard(const XXH128_hash_t& h) { return shards_[h.high64 % SHARDS]; }
 
   const uint32_t shard_max_;
+  std::atomic<uint64_t> changes_{0};
   Shard shards_[SHARDS];
 };
 

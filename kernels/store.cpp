@@ -181,9 +181,10 @@ uint64_t StoreImpl::lookup_writing(Index::Reader& reader, const NameKey& name, E
   MDB_val key = val(name), value;
   int rc = mdb_cursor_get(reader.extents, &key, &value, MDB_SET_RANGE);
   for (; rc == 0 && has_prefix(key, name.data(), NAME_BYTES); rc = mdb_cursor_get(reader.extents, &key, &value, MDB_NEXT)) {
-    Entry entry;
-    if (!decode_entry(key, value, entry)) throw IndexFault("value", MDB_CORRUPTED);
-    if (!mask) first = entry.fixed;
+    // The check is not computed: it would read ten lines of memory more for each name of each promise. Who reads the shard computes it.
+    EntryFixed front;
+    if (!decode_front(key, value, front)) throw IndexFault("value", MDB_CORRUPTED);
+    if (!mask) first = front;
     mask |= 1ull << (static_cast<const uint8_t*>(key.mv_data)[NAME_BYTES] & 63);
   }
   if (rc && rc != MDB_NOTFOUND) throw IndexFault("lookup", rc);
@@ -203,28 +204,35 @@ void StoreImpl::promise(const wire::PromiseRequest& request, const wire::Writing
   std::sort(order.begin(), order.end(), before);
   uint64_t held = 0, busy = 0;
   const bool looked = with_index([&](Index& index) {
-    const uint64_t deletes = deletes_.load();
+    const uint64_t deletes = deletes_.load(), changes = pins_.changes();
     Index::Reader reader(index);
     for (const uint32_t i : order) {
       const NameKey name = name_key(owner, names[i].extent_key, names[i].write_id);
-      EntryFixed first{};
-      const uint64_t mask = lookup_writing(reader, name, first);
-      answers[i] = {uint32_t(mask ? Status::OK : Status::NOT_FOUND), 0, mask};
-      if (!mask) continue;
-      if (pin) {
+      Pins::Known known = pin ? pins_.renew(name, now, until) : Pins::Known{};
+      const bool renewed = known.shard_mask;
+      if (!renewed) {
+        EntryFixed first{};
+        known = {lookup_writing(reader, name, first), first.bucket, first.retention_class};
+      }
+      answers[i] = {uint32_t(known.shard_mask ? Status::OK : Status::NOT_FOUND), 0, known.shard_mask};
+      if (!known.shard_mask) continue;
+      if (pin && !renewed) {
         const Pins::Pinned pinned = pins_.pin(name, now, until);
         if (pinned == Pins::Pinned::DYING) {
           answers[i] = {uint32_t(Status::NOT_FOUND), 0, 0};
           continue;
         }
         if (pinned == Pins::Pinned::FULL) answers[i].status = uint32_t(Status::BUSY), busy++;
+        pins_.remember(name, known, changes);
       }
       held++;
       if (touch) {
-        const uint8_t retention = request.retention_class < CLASSES_MAX ? request.retention_class : first.retention_class;
-        if ((bucket > first.bucket || longer(retention, first.retention_class)) &&
-            !touches_.add(name, {bucket, retention}, [this](uint8_t a, uint8_t b) { return longer(a, b); }))
+        const uint8_t retention = request.retention_class < CLASSES_MAX ? request.retention_class : known.retention_class;
+        if (bucket <= known.bucket && !longer(retention, known.retention_class)) continue;
+        if (!touches_.add(name, {bucket, retention}, [this](uint8_t a, uint8_t b) { return longer(a, b); }))
           counters_.touches_dropped++;
+        else if (pin)
+          pins_.touched(name, std::max(bucket, known.bucket), longer(retention, known.retention_class) ? retention : known.retention_class);
       }
     }
     if (!pin || deletes_.load() == deletes) return;

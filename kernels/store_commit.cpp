@@ -101,6 +101,7 @@ void StoreImpl::commit_batch(std::vector<PutOp*>& batch) {
     EntryFixed fixed;
     std::memcpy(&fixed, op->value.data(), sizeof fixed);
     account(op->key, fixed, +1);
+    pins_.forget(name_of_entry(op->key));
   }
 }
 

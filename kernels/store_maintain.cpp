@@ -245,6 +245,7 @@ void StoreImpl::replace_index() {
     segments_.close_active();
     first_new_id_ = segments_.next_id();
     index_.reset();
+    pins_.forget_all();
     {
       std::lock_guard lock(limbo_mutex_);
       limbo_.clear();   // the rebuild frees what nobody owns

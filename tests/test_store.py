@@ -105,6 +105,16 @@ def test_a_promise_names_the_shards_held(store: Store) -> None:
     assert promise(store, gone, here, gone, pin_seconds=60) == [(NOT_FOUND, 0), (OK, 0b100000010001), (NOT_FOUND, 0)]
 
 
+def test_a_promise_of_a_pinned_writing_sees_shards_that_came_and_went_since(store: Store) -> None:
+    r, more = record_of(1, write_id=5), record_of(1, write_id=5, shard=4)
+    store.put(build(r))
+    assert promise(store, r, pin_seconds=60) == promise(store, r, pin_seconds=60) == [(OK, 1)]
+    store.put(build(more))
+    assert promise(store, r, pin_seconds=60) == promise(store, r, pin_seconds=60) == [(OK, 0b10001)]
+    assert withdraw(store, r) == [OK]
+    assert promise(store, r, pin_seconds=60) == [(NOT_FOUND, 0)]
+
+
 def test_promises_past_their_bound_are_busy_and_still_say_what_is_held(tmp_path: Path) -> None:
     store = Store(str(tmp_path), pins_max=16)
     records = [record_of(n) for n in range(200)]

@@ -1,10 +1,10 @@
 // What loopback TCP moves at all: N sender processes, each from one hot buffer, to one receiving process with two threads.
 //
-//   loopback SENDERS BYTES_PER_SENDER [full]
+//   loopback SENDERS BYTES_PER_SENDER [full|part [CONGESTION_CONTROL]]
 //
 // Reads lines from stdin; each `go` line is one round: every sender sends BYTES_PER_SENDER, one output line `SECONDS BYTES` follows.
 // So a caller can interleave rounds with rounds of its own. With `full` the receiver writes every byte to its own place (as a load
-// has to) instead of into one buffer per thread that stays in cache. Ends at end of input; senders end with their connection.
+// has to) instead of into one buffer per thread that stays in cache. Without a congestion control, the host's. Ends at end of input; senders end with their connection.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -36,10 +36,12 @@ constexpr int THREADS = 2;
   std::_Exit(1);
 }
 
-// Cubic, as the product's connections have it: a host's default may pace them, which is no limit of the machine.
+const char* congestion_control = nullptr;
+
 int tcp_socket() {
   int fd = socket(AF_INET, SOCK_STREAM, 0);
-  if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5)) die("congestion control cubic");
+  if (congestion_control && setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, congestion_control, socklen_t(std::strlen(congestion_control))))
+    die(congestion_control);
   return fd;
 }
 
@@ -96,12 +98,13 @@ char* mapped(size_t bytes) {
 
 int main(int argc, char** argv) {
   if (argc < 3) {
-    std::fprintf(stderr, "usage: loopback SENDERS BYTES_PER_SENDER [full]\n");
+    std::fprintf(stderr, "usage: loopback SENDERS BYTES_PER_SENDER [full|part [CONGESTION_CONTROL]]\n");
     return 2;
   }
   const int senders = std::atoi(argv[1]);
   const size_t round_bytes = std::strtoull(argv[2], nullptr, 10);
   const bool full = argc > 3 && !std::strcmp(argv[3], "full");
+  if (argc > 4) congestion_control = argv[4];
   int listener = tcp_socket();
   sockaddr_in at{};
   at.sin_family = AF_INET;

@@ -37,7 +37,7 @@ class NodeConfig:
     strict_sync: bool = False  # every commit durable before it is acknowledged; else synced each second
     virtual_clock: bool = False  # time is what clients say (trace replay)
     bulk_threads: int = 2  # 1..64
-    write_threads: int = 2  # 1..64
+    write_threads: int = 4  # 1..64
     connections_max: int = 4096  # 1..1,000,000
     write_arena_bytes: int = 96 << 20  # records received and not yet stored, all connections; past it BUSY
     connection_bytes_max: int = 16 << 20  # the same of one connection; past it not read from
@@ -118,7 +118,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
     add("--strict-sync", action="store_true", help="make every commit durable before it is acknowledged")
     add("--virtual-clock", action="store_true", help="take the time from clients' buckets, for trace replay")
     add("--bulk-threads", type=int, metavar="N", help="threads that read and write (default 2)")
-    add("--write-threads", type=int, metavar="N", help="threads that store (default 2)")
+    add("--write-threads", type=int, metavar="N", help="threads that store (default 4)")
     add("--connections", type=int, metavar="N", help="connections at once (default 4096)")
     add("--write-memory", metavar="SIZE", help="records received and not yet stored; past it BUSY (default 96MiB)")
     add("--read-memory", metavar="SIZE", help="direct engine: read and not yet sent (default 32MiB)")
