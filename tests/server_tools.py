@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TAG = ClusterMap.local([Node("node-00", "node-00", "127.0.0.1:1")], k=1, m=0).tag  # of cluster "dev"
 V41_PLANES = (28_480,) * 4
 DEADLINE_SECONDS = 20.0
+CACHESTAT = 451  # the system call, Linux 6.5
 
 
 def make_record(seed: int, *, blocks: int = 4, planes: Sequence[int] = V41_PLANES, **fields: Any) -> record.Record:
@@ -75,6 +79,25 @@ def until(holds: Callable[[], Any], what: str, deadline_seconds: float = DEADLIN
             return answer
         pause.wait(0.01)
     raise AssertionError(f"not within {deadline_seconds:g} s: {what}")
+
+
+def pages_dropped(descriptor: int) -> bool:
+    """Asks the kernel to forget a file's pages; False where some are still there.
+
+    Pages that went out by sendfile stay as long as a network buffer has them, and a processor frees those when its next packet comes.
+    """
+    home = os.sched_getaffinity(0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
+        here.bind(("127.0.0.1", 0))
+        for processor in home:
+            os.sched_setaffinity(0, {processor})
+            here.sendto(b"", here.getsockname())
+    os.sched_setaffinity(0, home)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    whole, found = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 5)()
+    if ctypes.CDLL(None).syscall(CACHESTAT, descriptor, whole, found, 0):
+        return True  # this kernel does not tell
+    return found[0] == 0
 
 
 class Client:
@@ -133,12 +156,10 @@ class InProcess(Client):
     def drop_pages(self) -> None:
         """Nothing of the stored bytes is in the page cache when this returns."""
         self.store.flush()
-        for path in self.directory.rglob("*"):
-            if path.is_file():
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
+        for path in self.directory.rglob("*.seg"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                until(partial(pages_dropped, file.fileno()), f"{path.name} is out of the page cache")
 
     @property
     def stats(self) -> dict[str, Any]:
