@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 
 import numpy as np
@@ -24,6 +25,7 @@ def store(bench: Bench) -> dict[str, Figure]:
         def store_seconds(lengths: list[int]) -> float:
             keys = next(prompts)
             bytes_of(keys, out=data)
+            os.sync()  # what the rounds before wrote is no part of this one
 
             def store_all() -> None:
                 futures, first = [], 0

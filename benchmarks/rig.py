@@ -75,7 +75,8 @@ def rig(
     io: str | None = None,
     config: ClientConfig | None = None,
 ) -> Rig:
-    """A cluster in its own folder, with a client; both end with the stack."""
+    """A cluster in its own folder, with a client; both end with the stack. What earlier measurements wrote is on disk by then."""
+    os.sync()
     cluster = stack.enter_context(LocalCluster(bench.directory / name, NODES, capacity_bytes=capacity_bytes, io=io))
     client = stack.enter_context(Client(cluster.map, layout=LAYOUT, config=config or ClientConfig()))
     return Rig(cluster, client)
