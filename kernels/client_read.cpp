@@ -304,6 +304,9 @@ void ReadConn::finish() {
   idle_since_ns_ = now_ns();
   reused_ = true;
   draining_ = false;
+  for (auto& tail : tails_) tail = {};   // a kept connection holds no memory
+  spill_ = {};
+  spill_at_ = 0;
   auto self = std::static_pointer_cast<ReadConn>(shared_from_this());
   std::lock_guard lock(node.mutex);
   node.idle.push_back(std::move(self));

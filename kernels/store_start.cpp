@@ -165,10 +165,14 @@ void StoreImpl::take_filter() {
 void StoreImpl::save_filter_of_stop() {
   with_index([&](Index& index) {
     std::lock_guard commit(commit_mutex_);
-    std::shared_lock lock(filter_mutex_);
+    const auto sound = [this] {
+      std::shared_lock lock(filter_mutex_);
+      return filter_ && !filter_->saturated();
+    };
     const uint64_t stop = strtoull(random_hex(8).c_str(), nullptr, 16) | 1;
-    if (!filter_ || filter_->saturated() || !index.set_stop(stop)) return;
+    if (!sound() || !index.set_stop(stop)) return;   // the index's own lock comes before the filter's
     index.sync();
+    std::shared_lock lock(filter_mutex_);
     if (save_filter(config_.dir, *filter_, {stop, index.last_txn()})) state_.filter = stop;
     else counters_.io_errors++;
   });
