@@ -68,37 +68,8 @@ def test_the_loop_goes_on_while_verbs_wait(cluster: PeerCluster) -> None:
     asyncio.run(use())
 
 
-def test_a_cancelled_task_returns_only_when_its_memory_is_free(cluster: PeerCluster) -> None:
-    gate = cluster.gate()
-
-    async def hold(_: Item) -> None:
-        await gate.wait()
-
-    async def use() -> None:
-        async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
-            keys = chain(10, SMALL)
-            data = store(client.client, keys)
-            ticket = await client.lookup(keys)
-            for peer in cluster.peers:
-                peer.item_rule = hold
-            place = np.zeros_like(data)
-            waiting = asyncio.create_task(client.load(ticket, place, deadline_seconds=30))
-            await asyncio.get_running_loop().run_in_executor(None, gate.reached.wait, 10)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            place[:] = 0x5A
-            gate.open()
-            for peer in cluster.peers:
-                peer.item_rule = None
-            again = np.zeros_like(data)
-            assert (await client.load(await client.lookup(keys), again)).blocks == 10
-            assert np.array_equal(again, data) and (place == 0x5A).all()
-
-    asyncio.run(use())
-
-
-def test_cancelled_planes_return_only_when_their_memory_is_free(cluster: PeerCluster) -> None:
+@pytest.mark.parametrize("verb", ["load", "planes"])
+def test_a_cancelled_task_returns_only_when_its_memory_is_free(cluster: PeerCluster, verb: str) -> None:
     gate = cluster.gate()
 
     async def hold(_: Item) -> None:
@@ -113,8 +84,12 @@ def test_cancelled_planes_return_only_when_their_memory_is_free(cluster: PeerClu
                 peer.item_rule = hold
             place = np.zeros_like(data)
 
-            async def read() -> list[int]:
-                return [ready.plane async for ready in client.planes(ticket, place, deadline_seconds=30)]
+            async def read() -> None:
+                if verb == "load":
+                    await client.load(ticket, place, deadline_seconds=30)
+                else:
+                    async for _ in client.planes(ticket, place, deadline_seconds=30):
+                        pass
 
             waiting = asyncio.create_task(read())
             await asyncio.get_running_loop().run_in_executor(None, gate.reached.wait, 10)

@@ -224,6 +224,24 @@ def test_a_bad_argument_is_one_line_with_its_fix(tmp_path: Path, arguments: list
     assert_one_error(ended.stderr, *words)
 
 
+def test_a_directory_is_served_by_its_own_node_only(tmp_path: Path) -> None:
+    map_path, data = tmp_path / "map.toml", tmp_path / "data"
+    save_map(map_path, ["n01", "n02"], epochs=2)
+    ports = ["--port", "0", "--admin-port", "0", "--http-port", "0"]
+    for _ in range(2):
+        with daemon(data, *ports, id="n01", map_path=map_path):
+            pass
+    before = sorted(path.name for path in data.rglob("*"))
+    for refused, whose in ((["--map", str(map_path), "--id", "n02", *ports], "n02 of dev"), ([], "node-00 of dev")):
+        ended = run_to_end(data, *refused)
+        assert ended.code == 2
+        assert_one_error(ended.stderr, "E125", "belongs to n01 of cluster dev", whose, str(data / "node"))
+    assert sorted(path.name for path in data.rglob("*")) == before
+    (data / "node").unlink()
+    with daemon(data, *ports, id="n02", map_path=map_path):
+        pass
+
+
 def test_a_config_out_of_range_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     for fields in ({"io": "fast"}, {"read_depth": 0}, {"write_arena_bytes": 1}, {"progress_timeout_seconds": 0.0}, {"port": -1}):
         with pytest.raises(ConfigError, match="E121"):

@@ -128,6 +128,7 @@ ERRORS: Final = {
     "E144": ErrorCode("a stored file is not known here", ("it was put by another user or host",), "kvstore get --list, or give its handle"),
     "E121": ErrorCode("a daemon's setting is out of range, or two ports are the same", (), "the message names the range"),
     "E122": ErrorCode("a data directory cannot be used", ("it is not there", "no directory", "no permission"), "make it, or name another"),
+    "E125": ErrorCode("a data directory is another node's", ("--id or --data mixed up", "a disk that moved"), "name this node's own"),
     "E123": ErrorCode("a disk is full", (), "free space on it, or name another disk with --data"),
     "E150": ErrorCode("a client's setting is out of range", (), "the message names the range; see kvstore/client/config.py"),
     "E151": ErrorCode("a command needs the sources", ("an installed package",), "run it in a checkout"),

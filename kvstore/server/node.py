@@ -29,6 +29,7 @@ from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
 from kvstore.gc import EvictionPolicy, Evictor
 from kvstore.kernels import _native
 from kvstore.metrics import EvictionMetrics, Holding, NodeFacts, flat_values, node_registry
+from kvstore.server import owned
 from kvstore.server.activity import Activity, Traffic
 from kvstore.server.config import NodeConfig, capacity_of, choose_io
 from kvstore.server.http import HttpServer
@@ -152,6 +153,7 @@ class Node:
         limits = {owner.tag: owner.limits for owner in self.config.owners}
         policy = EvictionPolicy.of_classes(self.map.classes.values(), bucket_seconds=self.map.bucket_seconds, owners=limits)
         began = time.monotonic()
+        owned.check(directory, self.map.cluster_id, self.config.node_id)
         try:
             self.store = _native.Store(
                 str(directory),
@@ -165,6 +167,7 @@ class Node:
             raise DirectoryInUse(error.pid, str(directory)) from None
         except RuntimeError as error:
             raise ConfigError("E122", f"data directory {directory}", str(error), "mend that, or name another with --data") from None
+        owned.claim(directory, self.map.cluster_id, self.config.node_id)
         stats = self.store.stats()
         how = "loaded" if stats["start_mode"] == "clean" else stats["start_mode"]
         why = f": {stats['start_reason']}" if stats["start_reason"] else ""
