@@ -35,8 +35,9 @@ def _takes(blocks_count: int) -> dict[str, dict[str, Callable[[], float]]]:
     rebuilt = [np.empty_like(c) for c in coded]
     encoder, decoder = zfec.Encoder(K, K + M), zfec.Decoder(K, K + M)
     # Shards of each (plane, block) as zfec takes them. Its decoder wants each data shard that it has at that shard's own index.
-    rows = [[block.data for block in part] for plane in data for part in plane]
-    left = [[part[10 - 2].data, part[11 - 2].data, *[row.data for row in part[:8]]] for plane in survivors for part in plane]
+    # Its own copies: what one take has just read is in the cache for the next one that reads it.
+    rows = [[block.data for block in part] for plane in data for part in plane.copy()]
+    left = [[part[10 - 2].data, part[11 - 2].data, *[row.data for row in part[:8]]] for plane in survivors for part in plane.copy()]
     broken = blocks.copy()
     parity_lists = [list(part) for part in parity]
 
