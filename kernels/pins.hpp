@@ -27,13 +27,13 @@ class Pins {
 
   // What is known of a writing that is pinned now; its pin is made longer. Nothing where it is not pinned.
   Known renew(const NameKey& name, uint32_t now_seconds, uint32_t until_seconds) {
-    const XXH128_hash_t h = hash(name);
-    Shard& s = shard(h);
-    std::lock_guard lock(s.mutex);
-    Slot* slot = s.find(h);
-    if (slot->until == DYING_MARK || slot->until <= now_seconds || !slot->known.shard_mask) return {};
-    slot->until = std::max(slot->until, until_seconds);
-    return slot->known;
+    Known known;
+    change(name, [&](Slot& slot) {
+      if (slot.until <= now_seconds || !slot.known.shard_mask) return;
+      slot.until = std::max(slot.until, until_seconds);
+      known = slot.known;
+    });
+    return known;
   }
   // `seen`: changes() from before the index was read. Where something was added to the index since, nothing is kept.
   void remember(const NameKey& name, const Known& known, uint64_t seen) {
@@ -147,6 +147,7 @@ class Pins {
     }
     uint32_t purged_at = 0;
   };
+  // apply(slot) under its lock; not where there is none, nor one that is dying.
   template <class Change>
   void change(const NameKey& name, Change&& apply) {
     const XXH128_hash_t h = hash(name);

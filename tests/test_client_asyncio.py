@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 from client_tools import NO_REUSE, SMALL, Blocks, bytes_of, chain, store
-from faultpeer import Item, PeerCluster
+from faultpeer import Gate, Item, PeerCluster
 
 from kvstore.client import AsyncClient, Client, StoreOutcome, Ticket
 from kvstore.client.aio import WAITERS_MAX
@@ -42,19 +43,26 @@ def test_stores_lookups_and_loads_run_side_by_side(cluster: PeerCluster) -> None
     asyncio.run(all_of_them())
 
 
-def test_the_loop_goes_on_while_verbs_wait(cluster: PeerCluster) -> None:
+@asynccontextmanager
+async def held_back(cluster: PeerCluster) -> AsyncIterator[tuple[AsyncClient, Gate, Blocks, Ticket]]:
+    """A client, ten stored blocks and their ticket; peers answer no item until the gate opens."""
     gate = cluster.gate()
 
     async def hold(_: Item) -> None:
         await gate.wait()
 
+    async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
+        keys = chain(10, SMALL)
+        data = store(client.client, keys)
+        ticket = await client.lookup(keys)
+        for peer in cluster.peers:
+            peer.item_rule = hold
+        yield client, gate, data, ticket
+
+
+def test_the_loop_goes_on_while_verbs_wait(cluster: PeerCluster) -> None:
     async def use() -> None:
-        async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
-            keys = chain(10, SMALL)
-            data = store(client.client, keys)
-            ticket = await client.lookup(keys)
-            for peer in cluster.peers:
-                peer.item_rule = hold
+        async with held_back(cluster) as (client, gate, data, ticket):
             place = np.zeros_like(data)
             waiting = asyncio.create_task(client.load(ticket, place, deadline_seconds=10))
             while not gate.reached.is_set():
@@ -70,18 +78,8 @@ def test_the_loop_goes_on_while_verbs_wait(cluster: PeerCluster) -> None:
 
 @pytest.mark.parametrize("verb", ["load", "planes"])
 def test_a_cancelled_task_returns_only_when_its_memory_is_free(cluster: PeerCluster, verb: str) -> None:
-    gate = cluster.gate()
-
-    async def hold(_: Item) -> None:
-        await gate.wait()
-
     async def use() -> None:
-        async with AsyncClient(Client(cluster.map, layout=SMALL, config=NO_REUSE)) as client:
-            keys = chain(10, SMALL)
-            data = store(client.client, keys)
-            ticket = await client.lookup(keys)
-            for peer in cluster.peers:
-                peer.item_rule = hold
+        async with held_back(cluster) as (client, gate, data, ticket):
             place = np.zeros_like(data)
 
             async def read() -> None:
@@ -101,7 +99,7 @@ def test_a_cancelled_task_returns_only_when_its_memory_is_free(cluster: PeerClus
             for peer in cluster.peers:
                 peer.item_rule = None
             again = np.zeros_like(data)
-            assert (await client.load(await client.lookup(keys), again)).blocks == 10
+            assert (await client.load(await client.lookup(ticket.keys), again)).blocks == 10
             assert np.array_equal(again, data) and (place == 0x5A).all()
 
     asyncio.run(use())
