@@ -14,12 +14,12 @@ import pytest
 from cli_tool import Cli
 
 from kvstore.cli import status
-from kvstore.cli.cluster import NodeReport
+from kvstore.cli.cluster import NodeReport, ask_nodes
 from kvstore.cli.codes import HEALTH
 from kvstore.cli.health import evaluate, overall
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.server.activity import Moved, Traffic
-from kvstore.server.local import LocalCluster
+from kvstore.server.local import LocalCluster, free_ports, port_is_free
 
 
 @pytest.fixture(scope="module")
@@ -259,3 +259,26 @@ def test_too_few_hosts_are_told() -> None:
     thirteen = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(13)])
     found = evaluate(thirteen, [report(thirteen, 0, state="down", error="x"), *(report(thirteen, i) for i in range(1, 13))])
     assert [check.code for check in found] == ["HOSTS_NO_MARGIN", "NODE_DOWN"]
+
+
+def test_another_daemon_on_a_nodes_port_is_not_taken_for_the_node(cluster: LocalCluster) -> None:
+    """A killed node's port may be another's by now; and a map may name a wrong one."""
+    nodes = list(cluster.map.newest.nodes)
+    nodes[5] = replace(nodes[5], admin_address=nodes[6].admin_address)
+    mixed = replace(cluster.map, epochs={1: replace(cluster.map.newest, nodes=tuple(nodes))})
+    states = [report.state for report in ask_nodes(mixed, 5.0)]
+    assert states == ["down" if at == 5 else "ready" for at in range(12)]
+    other = replace(cluster.map, cluster_id="other")
+    assert all(report.error.endswith('of cluster "dev"') for report in ask_nodes(other, 5.0))
+
+
+def test_a_dead_nodes_ports_stay_with_its_cluster(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = cluster.map.nodes[3]
+    kept = {int(address.rpartition(":")[2]) for address in (dead.address, dead.admin_address, dead.metrics_address)}
+    monkeypatch.setattr("random.SystemRandom.shuffle", lambda _, ports: ports.sort(key=lambda port: port not in kept))
+    cluster.kill(3)
+    try:
+        assert all(port_is_free(port) for port in kept)
+        assert not kept & set(free_ports(3)), "another cluster would be given these"
+    finally:
+        cluster.restart(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,10 +69,11 @@ class NodeReport:
         return {key[len(front) : -2]: value for key, value in self.values.items() if key.startswith(front)}
 
 
-def ask_nodes(nodes: Sequence[Node], timeout_seconds: float, *, values: bool = True) -> list[NodeReport]:
-    """One report a node, in order. All are asked at once; a node that does not answer in time is "down"."""
+def ask_nodes(cluster_map: ClusterMap, timeout_seconds: float, *, values: bool = True) -> list[NodeReport]:
+    """One report a node of the newest epoch, in order. All are asked at once; a node that does not answer in time is "down"."""
+    nodes, cluster = cluster_map.newest.nodes, cluster_map.cluster_id
     with ThreadPoolExecutor(min(ASKED_AT_ONCE, max(1, len(nodes))), "kvstore-ask") as pool:
-        return list(pool.map(lambda node: _ask(node, timeout_seconds, values), nodes))
+        return list(pool.map(lambda node: _ask(node, cluster, timeout_seconds, values), nodes))
 
 
 def require_some(reports: Iterable[NodeReport], cluster_map: ClusterMap) -> None:
@@ -87,14 +88,14 @@ def require_some(reports: Iterable[NodeReport], cluster_map: ClusterMap) -> None
 
 def why_short(cluster_map: ClusterMap, timeout_seconds: float, otherwise: str) -> str:
     """The cause to tell when blocks did not come or go: nodes down, or `otherwise`. Raises Unreachable where no node answers at all."""
-    reports = ask_nodes(cluster_map.newest.nodes, timeout_seconds, values=False)
+    reports = ask_nodes(cluster_map, timeout_seconds, values=False)
     require_some(reports, cluster_map)
     down = [report.node.id for report in reports if not report.up]
     shown = ", ".join(down[:4]) + (f" and {len(down) - 4} more" if len(down) > 4 else "")
     return f"down: {shown}" if down else otherwise
 
 
-def _ask(node: Node, timeout_seconds: float, want_values: bool) -> NodeReport:
+def _ask(node: Node, cluster: str, timeout_seconds: float, want_values: bool) -> NodeReport:
     if not node.admin_address:
         return NodeReport(node, "down", "the map has no admin address for it")
     import grpc
@@ -108,6 +109,8 @@ def _ask(node: Node, timeout_seconds: float, want_values: bool) -> NodeReport:
             asked, asked_at = time.monotonic(), time.time()
             status = stub.Status(node_pb2.StatusRequest(), timeout=timeout_seconds)
             took = time.monotonic() - asked
+            if (status.id, status.cluster) != (node.id, cluster):  # another's daemon has taken the port
+                return NodeReport(node, "down", f'{node.admin_address} is "{status.id}" of cluster "{status.cluster}"')
             values = {}
             if want_values:
                 values = dict(stub.Stats(node_pb2.StatsRequest(), timeout=max(0.01, deadline - time.monotonic())).values)

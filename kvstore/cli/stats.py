@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
     out: Output = args.out
     frames: list[_Frame] = []
     pause = threading.Event()  # nobody sets it: a wait that Ctrl-C ends
-    before, at = ask_nodes(cluster_map.newest.nodes, args.settings["timeout"]), time.monotonic()
+    before, at = ask_nodes(cluster_map, args.settings["timeout"]), time.monotonic()
     require_some(before, cluster_map)
     due = at
     try:
         for number in itertools.count() if not args.count else range(args.count):
             due += interval
             pause.wait(max(0.0, due - time.monotonic()))
-            after, now = ask_nodes(cluster_map.newest.nodes, args.settings["timeout"]), time.monotonic()
+            after, now = ask_nodes(cluster_map, args.settings["timeout"]), time.monotonic()
             frame = _Frame.between(before, after, now - at)
             frames.append(frame)
             before, at = after, now

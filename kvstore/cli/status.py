@@ -41,7 +41,7 @@ examples:
 def run(args: argparse.Namespace) -> int:
     cluster_map = find_map(args)
     without = [cluster_map.node(name) for name in args.without]
-    reports = ask_nodes(cluster_map.newest.nodes, args.settings["timeout"])
+    reports = ask_nodes(cluster_map, args.settings["timeout"])
     require_some(reports, cluster_map)
     health = evaluate(cluster_map, reports)
     word = overall(health)

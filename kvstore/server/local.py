@@ -75,6 +75,7 @@ class LocalCluster:
         self._shape = (cluster_id, k, m, bucket_seconds, tuple(classes))
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * nodes
         self._lock: IO[str] | None = None
+        self._kept_ports: list[socket.socket] = []
         self._fresh = fresh
         self.map: ClusterMap = self._load_or_plan()
 
@@ -105,6 +106,7 @@ class LocalCluster:
     def stop(self) -> None:
         """SIGTERM to all, then SIGKILL to whoever is left after `stop_seconds`. Safe to call twice. Data stays."""
         self._stop_nodes()
+        self._keep_ports(())
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -217,6 +219,7 @@ class LocalCluster:
             kept = [int(address.rpartition(":")[2] or 0) for kind in kinds for address in kind]
             usable = not fresh and min(kept) > 1024 and all(port_is_free(port) for port in kept)
             ports = kept if usable else free_ports(PORTS_PER_NODE * self.nodes_count)
+        self._keep_ports(ports)
         placed = [_addresses(ports, i) for i in range(self.nodes_count)]
         nodes = tuple(
             replace(node, address=data, admin_address=admin, metrics_address=http)
@@ -224,6 +227,12 @@ class LocalCluster:
         )
         epochs = {number: replace(e, nodes=tuple(nodes[n.ordinal] for n in e.nodes)) for number, e in self.map.epochs.items()}
         self.map = replace(self.map, nodes=nodes, epochs=epochs)
+
+    def _keep_ports(self, ports: Sequence[int]) -> None:
+        """Other clusters of this host leave these ports alone while a daemon of ours is down: their UDP twins, unused, are the sign."""
+        for each in self._kept_ports:
+            each.close()
+        self._kept_ports = [twin for port in ports if (twin := _udp_twin(port)) is not None]
 
     def _arguments(self, node: int) -> list[str]:
         entry = self.map.nodes[node]
@@ -309,8 +318,8 @@ def _read_stdout(stream: IO[bytes], ready: Future[dict[str, Any]]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, below those that the kernel gives to outgoing connections: a daemon that is down for a moment must find
-    its port free when it comes back. All are held until all are found, so none comes twice."""
+    """Ports nobody listens on now and no local cluster keeps, below those that the kernel gives to outgoing connections: a daemon that is
+    down for a moment must find its port free when it comes back. All are held until all are found, so none comes twice."""
     try:
         first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
@@ -326,8 +335,21 @@ def free_ports(count: int) -> list[int]:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
                 each.bind((HOST, port))
-                found.append(port)
+                if (twin := _udp_twin(port)) is not None:
+                    stack.enter_context(twin)
+                    found.append(port)
     raise ConfigError("E107", f"fewer than {count} ports are free", fix="end some of the programs that listen")
+
+
+def _udp_twin(port: int) -> socket.socket | None:
+    """The UDP port of this number, bound; None where somebody has it."""
+    twin = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        twin.bind((HOST, port))
+    except OSError:
+        twin.close()
+        return None
+    return twin
 
 
 def port_is_free(port: int, host: str = HOST) -> bool:
