@@ -110,6 +110,7 @@ NODE: Final = (
     Metric("kvstore_evicted_bytes_total", "counter", "Bytes evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
     Metric("kvstore_eviction_age_seconds", "histogram", "Seconds from the last use of what was evicted.", _CLASS, AGE_BOUNDS_SECONDS),
     Metric("kvstore_owner_used_bytes", "gauge", "Bytes of records of an owner.", {"owner": OWNERS}),
+    Metric("kvstore_class_used_bytes", "gauge", "Bytes of records of a class.", _CLASS),
     Metric("kvstore_owner_floor_bytes", "gauge", "Bytes below which an owner loses nothing to others.", {"owner": OWNERS}),
     Metric("kvstore_owner_cap_bytes", "gauge", "Bytes past which an owner loses its own oldest; 0: no cap.", {"owner": OWNERS}),
     Metric("kvstore_retention_seconds", "gauge", "Seconds since the last use of the oldest that is held; 0: nothing is.", _CLASS),
@@ -349,6 +350,7 @@ def read_holdings(holdings: Iterable[Holding], facts: NodeFacts, values: Values)
     for held in holdings:
         values.add("kvstore_owner_used_bytes", held.used_bytes, names.get(held.owner, OTHER))
         name = class_label(held.retention_class, facts.class_names)
+        values.add("kvstore_class_used_bytes", held.used_bytes, name)
         oldest[name] = max(oldest.get(name, 0.0), held.oldest_age_seconds)
     for name, seconds in oldest.items():
         values.set("kvstore_retention_seconds", seconds, name)

@@ -17,6 +17,7 @@ from kvstore.cli import status
 from kvstore.cli.cluster import NodeReport, ask_nodes
 from kvstore.cli.codes import HEALTH
 from kvstore.cli.health import evaluate, overall
+from kvstore.cluster_view import retention
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.server.activity import Moved, Traffic
 from kvstore.server.local import LocalCluster, free_ports, port_is_free
@@ -173,7 +174,8 @@ def test_each_check_fires_on_its_fault_and_not_without(changes: dict[str, object
     where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(13)])
     well = [report(where, i) for i in range(13)]
     assert evaluate(where, well) == []
-    found = evaluate(where, [report(where, 0, **changes), *well[1:]])
+    unwell = 3 if code == "RETENTION_SHORT" else 1  # an extent survives two nodes that keep it too short
+    found = evaluate(where, [*(report(where, i, **changes) for i in range(unwell)), *well[unwell:]])
     assert code in {check.code for check in found}
     assert next(check for check in found if check.code == code).severity == severity
     assert all(check.code in HEALTH and check.fix for check in found)
@@ -199,12 +201,13 @@ def kept(seconds: float, **evicted: float) -> dict[str, float]:
 
 def test_a_class_is_short_only_where_it_was_evicted_for_room_before_its_time() -> None:
     where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(12)])
-    well = [report(where, i, values=kept(700_000.0, lru=3.0)) for i in range(2, 12)]
+    well = [report(where, i, values=kept(700_000.0, lru=3.0)) for i in range(12)]
     young, own = report(where, 0, values=kept(60.0)), report(where, 1, values=kept(60.0, expired=5.0, quota=5.0))
-    assert evaluate(where, [young, own, *well]) == []
-    short, shorter = report(where, 0, values=kept(69_120.0, lru=1.0)), report(where, 1, values=kept(7200.0, lru=1.0))
-    [found] = evaluate(where, [short, shorter, *well])
-    assert (found.code, found.subject, found.summary) == ("RETENTION_SHORT", "chat", "keeps 2.0 h, contract 7.0 d")
+    assert evaluate(where, [young, own, *well[2:]]) == []
+    short, shorter, shortest = (report(where, i, values=kept(hours * 3600.0, lru=1.0)) for i, hours in enumerate((19.2, 2.0, 1.0)))
+    assert evaluate(where, [well[0], shorter, shortest, *well[3:]]) == [], "an extent survives two nodes that lost it"
+    [found] = evaluate(where, [short, shorter, shortest, *well[3:]])
+    assert (found.code, found.subject, found.summary) == ("RETENTION_SHORT", "chat", "keeps 19.2 h, contract 7.0 d")
 
 
 def test_traffic_and_what_is_kept_are_shown_and_no_traffic_is_said_in_words(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
@@ -218,6 +221,9 @@ def test_traffic_and_what_is_kept_are_shown_and_no_traffic_is_said_in_words(cli:
     assert data["traffic"]["requests"] > 12 and data["traffic"]["hit_ratio"] is None
     written = data["traffic"]["save_bytes_per_second"] * data["traffic"]["seconds"]
     assert 3_600_000 <= written < 12_000_000  # with parity; each node has its own span
+    space = data["space"]
+    assert space["by_class"]["chat"] == space["by_owner"]["default"] == space["used_bytes"] >= 3_600_000
+    assert space["written_bytes_per_second"] >= space["growth_bytes_per_second"] > 0 and space["seconds_until_full"] > 0
     with LocalCluster(tmp_path / "idle", 1, capacity_bytes=128 << 20, k=1, m=0) as idle:
         quiet = cli.run("status", "--map", idle.map_path)
         assert re.search(r"^traffic  none   \(", quiet.stdout, re.MULTILINE) and "\nkept" not in quiet.stdout
@@ -226,9 +232,12 @@ def test_traffic_and_what_is_kept_are_shown_and_no_traffic_is_said_in_words(cli:
 def test_the_kept_line_says_whether_anything_went_before_its_time() -> None:
     where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(2)], k=1, m=1)
     everything = [report(where, 0, values=kept(7200.0)), report(where, 1, values=kept(3600.0))]
-    assert [status._kept_words(each) for each in status._kept(everything)] == ["chat all, oldest 60.0 min of 7.0 d"]
+    assert [status._kept_words(each) for each in retention(where, everything)] == ["chat all, oldest 60.0 min of 7.0 d"]
     some = [report(where, 0, values=kept(7200.0, lru=1.0)), report(where, 1, values=kept(3600.0))]
-    assert [status._kept_words(each) for each in status._kept(some)] == ["chat 60.0 min of 7.0 d"]
+    assert [status._kept_words(each) for each in retention(where, some)] == ["chat all, oldest 60.0 min of 7.0 d"], "the other has it all"
+    both = [report(where, i, values=kept(hours * 3600.0, lru=1.0, expired=3.0)) for i, hours in enumerate((2.0, 1.0))]
+    assert [status._kept_words(each) for each in retention(where, both)] == ["chat 2.0 h of 7.0 d"]
+    assert status._reached(retention(where, both)) == "   (75.0 % of dropped bytes had reached their time)"
 
 
 def test_the_window_of_traffic_is_five_minutes_or_since_the_start() -> None:

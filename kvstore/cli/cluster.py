@@ -13,7 +13,7 @@ from typing import Any, Final
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.config import xdg
 from kvstore.errors import ConfigError, Unreachable
-from kvstore.server.activity import Moved
+from kvstore.server.activity import Grown, Moved
 
 ASKED_AT_ONCE: Final = 32
 _STATES: Final = {0: "starting", 1: "starting", 2: "ready", 3: "draining"}
@@ -54,6 +54,7 @@ class NodeReport:
     answer_seconds: float | None = None
     values: dict[str, float] = field(default_factory=dict)
     traffic: Moved | None = None  # None: an older daemon, which does not say
+    growth: Grown | None = None
 
     @property
     def up(self) -> bool:
@@ -116,7 +117,7 @@ def _ask(node: Node, cluster: str, timeout_seconds: float, want_values: bool) ->
                 values = dict(stub.Stats(node_pb2.StatsRequest(), timeout=max(0.01, deadline - time.monotonic())).values)
     except grpc.RpcError as error:
         return NodeReport(node, "down", _reason(error, timeout_seconds))
-    moved = status.traffic
+    moved, grown = status.traffic, status.growth
     traffic = Moved(moved.seconds, moved.requests, moved.bytes_in, moved.bytes_out, tuple(moved.read_counts))
     offset = status.unix_seconds - (asked_at + took / 2) if status.unix_seconds else None
     return NodeReport(
@@ -135,6 +136,7 @@ def _ask(node: Node, cluster: str, timeout_seconds: float, want_values: bool) ->
         answer_seconds=took,
         values=values,
         traffic=traffic if traffic.seconds else None,
+        growth=Grown(grown.seconds, grown.used_bytes, grown.written_bytes) if grown.seconds else None,
     )
 
 

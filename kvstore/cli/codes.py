@@ -70,7 +70,7 @@ HEALTH: Final = {
     "RETENTION_SHORT": HealthCode(
         "WARN",
         "a retention class is kept for a shorter time than the map says",
-        "bytes of the class evicted for room since a node's start, and the age of its oldest; on the node that keeps it the shortest",
+        "the age of the oldest on nodes that evicted the class for room; of each placement group the (m+1)-th tightest decides",
         ("more is written than the disks hold for that long", "floors of other owners leave it little room"),
         "add space, write less under that class, or lower its keep in the map",
     ),

@@ -8,6 +8,7 @@ from typing import Final
 from kvstore.cli.cluster import NodeReport
 from kvstore.cli.codes import HEALTH
 from kvstore.cli.output import Health
+from kvstore.cluster_view import retention
 from kvstore.clustermap import ClusterMap
 from kvstore.placement import Placement
 from kvstore.units import format_seconds
@@ -29,7 +30,7 @@ def evaluate(cluster_map: ClusterMap, reports: Sequence[NodeReport], earlier: Ma
     found += _down(cluster_map, down)
     for report in up:
         found += _node(cluster_map, report, (earlier or {}).get(report.node.id))
-    found += _retention(up)
+    found += _retention(cluster_map, members)
     versions = sorted({report.version for report in up})
     if len(versions) > 1:
         found.append(_health("VERSION_MIXED", "cluster", f"versions {', '.join(versions)}"))
@@ -91,27 +92,11 @@ def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | Non
     return found
 
 
-def evicted_early(report: NodeReport, retention_class: str) -> float:
-    """Bytes of a class that went before their time since the start of a node. What an owner lost to its own cap is as it was told."""
-    parts = f'retention_class="{retention_class}"', 'reason="lru"'
-    return sum(
-        value
-        for key, value in report.values.items()
-        if key.startswith("kvstore_evicted_bytes_total{") and all(part in key for part in parts)
-    )
-
-
-def _retention(up: Sequence[NodeReport]) -> list[Health]:
-    """One check a class, of the node that keeps it the shortest."""
-    short: dict[str, tuple[float, float]] = {}
-    for report in up:
-        contracts = report.by_label("kvstore_retention_contract_seconds", "retention_class")
-        for name, kept in report.by_label("kvstore_retention_seconds", "retention_class").items():
-            if evicted_early(report, name) and kept < contracts.get(name, 0.0):
-                short[name] = min(short.get(name, (kept, contracts[name])), (kept, contracts[name]))
+def _retention(cluster_map: ClusterMap, reports: Sequence[NodeReport]) -> list[Health]:
     return [
-        _health("RETENTION_SHORT", name, f"keeps {format_seconds(kept)}, contract {format_seconds(contract)}")
-        for name, (kept, contract) in short.items()
+        _health("RETENTION_SHORT", each.retention_class, f"keeps {format_seconds(kept)}, contract {format_seconds(contract)}")
+        for each in retention(cluster_map, reports)
+        if (kept := each.attained_seconds) is not None and (contract := each.contract_seconds) is not None and kept < contract
     ]
 
 

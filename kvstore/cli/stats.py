@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 from kvstore.cli.cluster import NodeReport, ask_nodes, find_map, require_some
 from kvstore.cli.output import Output, rfc3339_now
+from kvstore.cluster_view import buckets, by_label, difference, merged, quantile, total
 from kvstore.errors import UsageError
 from kvstore.units import parse_seconds
 
@@ -92,30 +92,27 @@ class _Frame:
 
     @classmethod
     def between(cls, before: Sequence[NodeReport], after: Sequence[NodeReport], seconds: float) -> _Frame:
-        total: dict[str, float] = {}
-        for old, new in zip(before, after, strict=True):
-            # A node that was away in between, or started again, counts from its start.
-            base = old.values if old.up and old.pid == new.pid else {}
-            for name, value in new.values.items():
-                total[name] = total.get(name, 0.0) + value - base.get(name, 0.0)
+        # A node that was away in between, or started again, counts from its start.
+        pairs = [(new.values, old.values if old.up and old.pid == new.pid else {}) for old, new in zip(before, after, strict=True)]
+        did = merged(difference(new, old) for new, old in pairs)
         up = [report for report in after if report.up]
         capacity = sum(report.capacity_bytes for report in up)
-        read, write = _sum(total, "kvstore_node_transfer_bytes_total", "out"), _sum(total, "kvstore_node_transfer_bytes_total", "in")
-        reads = _sum(total, "kvstore_node_request_duration_seconds_count", 'op="read"')
-        buckets = _buckets(total, "kvstore_node_request_duration_seconds_bucket", 'op="read"')
-        requests = _sum(total, "kvstore_node_requests_total", "")
-        errors = sum(_sum(total, "kvstore_node_requests_total", f'result="{result}"') for result in _ERRORS)
+        moved = by_label(did, "kvstore_node_transfer_bytes_total", "direction")
+        reads = total(did, "kvstore_node_request_duration_seconds_count", op="read")
+        durations = buckets(did, "kvstore_node_request_duration_seconds", op="read")
+        requests = total(did, "kvstore_node_requests_total")
+        errors = sum(total(did, "kvstore_node_requests_total", result=result) for result in _ERRORS)
         idle = requests == 0
         rates: dict[str, float | None] = {
-            "read": read / seconds,
-            "write": write / seconds,
-            "keys": _sum(total, "kvstore_node_discover_keys_total", "") / seconds,
+            "read": moved.get("out", 0.0) / seconds,
+            "write": moved.get("in", 0.0) / seconds,
+            "keys": total(did, "kvstore_node_discover_keys_total") / seconds,
             "reads": reads / seconds,
-            "p50": quantile(buckets, 0.5),
-            "p99": quantile(buckets, 0.99),
-            "writes": _sum(total, "kvstore_node_request_duration_seconds_count", 'op="write"') / seconds,
+            "p50": quantile(durations, 0.5),
+            "p99": quantile(durations, 0.99),
+            "writes": total(did, "kvstore_node_request_duration_seconds_count", op="write") / seconds,
             "errors": errors / seconds,
-            "evict": _sum(total, "kvstore_evicted_bytes_total", "") / seconds,
+            "evict": total(did, "kvstore_evicted_bytes_total") / seconds,
         }
         if idle:
             rates = dict.fromkeys(rates) | {"evict": rates["evict"] or None}
@@ -174,32 +171,3 @@ def _summary(frames: Sequence[_Frame], interval: float) -> str:
     p99 = f"worst read p99 {1e3 * (worst.numbers['p99'] or 0):.2f} ms at {worst.time[11:19]}, " if worst.numbers["p99"] else ""
     total = f"{len(frames) * interval:g} s: read {read / 1e6:.1f} MB/s, write {write / 1e6:.1f} MB/s, "
     return f"{total}{p99}errors in {errors} of {len(frames)} rows"
-
-
-def _sum(values: Mapping[str, float], name: str, label: str) -> float:
-    return sum(value for key, value in values.items() if (key == name or key.startswith(name + "{")) and label in key)
-
-
-def _buckets(values: Mapping[str, float], name: str, label: str) -> list[tuple[float, float]]:
-    """(upper bound, cumulative count), in order."""
-    found: dict[float, float] = {}
-    for key, value in values.items():
-        if key.startswith(name + "{") and label in key and (edge := re.search(r'le="([^"]+)"', key)):
-            bound = float("inf") if edge[1] == "+Inf" else float(edge[1])
-            found[bound] = found.get(bound, 0.0) + value
-    return sorted(found.items())
-
-
-def quantile(buckets: Sequence[tuple[float, float]], q: float) -> float | None:
-    """As PromQL's histogram_quantile: linear inside a bucket; the last finite bound beyond it. None without observations."""
-    if not buckets or buckets[-1][1] <= 0:
-        return None
-    rank = q * buckets[-1][1]
-    lower_bound = lower_count = 0.0
-    for bound, count in buckets:
-        if count >= rank:
-            if bound == float("inf"):
-                return lower_bound
-            return lower_bound + (bound - lower_bound) * (rank - lower_count) / max(count - lower_count, 1e-9)
-        lower_bound, lower_count = bound, count
-    return lower_bound

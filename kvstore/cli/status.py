@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.cli.cluster import NodeReport, ask_nodes, find_map, require_some
-from kvstore.cli.health import evaluate, evicted_early, overall
+from kvstore.cli.health import evaluate, overall
 from kvstore.cli.output import STYLES, Output, rfc3339_now
-from kvstore.cli.stats import quantile
+from kvstore.cluster_view import ClassRetention, Space, quantile, retention, space
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import Refused
 from kvstore.placement import Losses, Placement
@@ -48,19 +48,28 @@ def run(args: argparse.Namespace) -> int:
     placement = Placement(cluster_map)
     lost = {report.node.ordinal for report in reports if not report.up}
     losses = placement.losses_survived(lost)
-    data = _data(cluster_map, reports, losses, word)
+    kept = retention(cluster_map, reports)
+    data = _data(cluster_map, reports, losses, word, kept)
     args.out.result(data, health=health, cluster=cluster_map.cluster_id, epoch=cluster_map.epoch)
     if args.nagios:
         return _nagios(args.out, word, health, reports)
-    _show(args.out, cluster_map, reports, health, word, losses, args.rows or args.verbose)
+    _show(args.out, cluster_map, reports, health, word, losses, kept, args.rows or args.verbose)
     if without:
         _judge(args.out, placement, lost, {node.ordinal for node in without}, args.without)
     return int(word == "ERR" or (word == "WARN" and args.fail_on == "warn"))
 
 
 def _show(
-    out: Output, cluster_map: ClusterMap, reports: Sequence[NodeReport], health: Sequence[Any], word: str, losses: Losses, rows: bool
+    out: Output,
+    cluster_map: ClusterMap,
+    reports: Sequence[NodeReport],
+    health: Sequence[Any],
+    word: str,
+    losses: Losses,
+    kept: Sequence[ClassRetention],
+    rows: bool,
 ) -> None:
+    there = space(reports)
     up = [report for report in reports if report.up]
     out.line(f"cluster  {cluster_map.cluster_id}   epoch {cluster_map.epoch}   {version()}   {rfc3339_now()}")
     count = sum(check.severity != "INFO" for check in health)
@@ -73,13 +82,16 @@ def _show(
             STYLES.get(check.severity),
         )
     out.line(f"nodes    {len(up)} of {len(reports)} up   {cluster_map.k}+{cluster_map.m}   {losses}")
-    used, capacity = sum(report.used_bytes for report in up), sum(report.capacity_bytes for report in up)
     share = cluster_map.k / (cluster_map.k + cluster_map.m)
-    percent = f" ({100 * used / capacity:.0f} %)" if capacity else ""
-    out.line(f"space    {format_bytes(used)} of {format_bytes(capacity)} raw{percent} = {format_bytes(used * share)} of cache")
+    percent = f" ({100 * there.used_bytes / there.capacity_bytes:.0f} %)" if there.capacity_bytes else ""
+    raw = f"{format_bytes(there.used_bytes)} of {format_bytes(there.capacity_bytes)} raw{percent}"
+    out.line(f"space    {raw} = {format_bytes(there.used_bytes * share)} of cache   {_outlook(there)}".rstrip())
     out.line("traffic  " + _traffic_line(_traffic(up)))
-    if kept := _kept(up):
-        out.line("kept     " + "   ".join(_kept_words(each) for each in kept))
+    if kept:
+        out.line("kept     " + "   ".join(_kept_words(each) for each in kept) + _reached(kept))
+    if len(there.by_class) > 1:
+        sizes = sorted(there.by_class.items(), key=lambda each: -each[1])
+        out.line("classes  " + "   ".join(f"{name} {format_bytes(size)}" for name, size in sizes))
     if len(owners := _owners(up)) > 1 or any(each["floor_bytes"] or each["cap_bytes"] for each in owners):
         out.line("owners   " + "   ".join(_owner(each) for each in owners))
     if rows:
@@ -114,27 +126,25 @@ def _traffic_line(traffic: Mapping[str, Any]) -> str:
     return f"{load}   {save}   read p99 {'-' if p99 is None else format_seconds(p99)}   {span}"
 
 
-def _kept(up: Sequence[NodeReport]) -> list[dict[str, Any]]:
-    """Classes that hold something, by the node that keeps each the shortest."""
-    found: dict[str, dict[str, Any]] = {}
-    for report in up:
-        contracts = report.by_label("kvstore_retention_contract_seconds", "retention_class")
-        for name, seconds in report.by_label("kvstore_retention_seconds", "retention_class").items():
-            if not seconds:
-                continue
-            early = evicted_early(report, name)
-            each = found.setdefault(name, {"retention_class": name, "oldest_seconds": seconds, "evicted_early_bytes": 0})
-            each["oldest_seconds"] = min(each["oldest_seconds"], seconds)
-            each["evicted_early_bytes"] += int(early)
-            each["contract_seconds"] = contracts.get(name) or None
-    return sorted(found.values(), key=lambda each: str(each["retention_class"]))
+def _kept_words(each: ClassRetention) -> str:
+    """ "all" where nothing that matters was dropped for room: what has outlived its class is gone either way."""
+    contract = "" if each.contract_seconds is None else f" of {format_seconds(each.contract_seconds)}"
+    if each.attained_seconds is None:
+        return f"{each.retention_class} all, oldest {format_seconds(each.oldest_seconds)}{contract}"
+    return f"{each.retention_class} {format_seconds(each.attained_seconds)}{contract}"
 
 
-def _kept_words(each: Mapping[str, Any]) -> str:
-    contract = "" if each["contract_seconds"] is None else f" of {format_seconds(each['contract_seconds'])}"
-    if each["evicted_early_bytes"]:
-        return f"{each['retention_class']} {format_seconds(each['oldest_seconds'])}{contract}"
-    return f"{each['retention_class']} all, oldest {format_seconds(each['oldest_seconds'])}{contract}"
+def _reached(kept: Sequence[ClassRetention]) -> str:
+    evicted, reached = sum(each.evicted_bytes for each in kept), sum(each.reached_bytes for each in kept)
+    return f"   ({100 * reached / evicted:.1f} % of dropped bytes had reached their time)" if evicted else ""
+
+
+def _outlook(there: Space) -> str:
+    if there.evicting:
+        return "dropping the oldest for room"
+    if there.seconds_until_full is not None:
+        return f"full in {format_seconds(there.seconds_until_full)} at this pace"
+    return ""
 
 
 def _owners(up: Sequence[NodeReport]) -> list[dict[str, Any]]:
@@ -188,7 +198,9 @@ def _nagios(out: Output, word: str, health: Sequence[Any], reports: Sequence[Nod
     return {"OK": 0, "WARN": 1, "ERR": 2}[word]
 
 
-def _data(cluster_map: ClusterMap, reports: Sequence[NodeReport], losses: Losses, word: str) -> dict[str, Any]:
+def _data(
+    cluster_map: ClusterMap, reports: Sequence[NodeReport], losses: Losses, word: str, kept: Sequence[ClassRetention]
+) -> dict[str, Any]:
     up = [report for report in reports if report.up]
     return {
         "status": word,
@@ -199,9 +211,9 @@ def _data(cluster_map: ClusterMap, reports: Sequence[NodeReport], losses: Losses
         "hosts_losable": losses.hosts,
         "nodes_losable": losses.nodes,
         "readable": losses.readable,
-        "space": {"used_bytes": sum(r.used_bytes for r in up), "capacity_bytes": sum(r.capacity_bytes for r in up)},
+        "space": space(reports).data(),
         "traffic": {**_traffic(up), "hit_ratio": None},
-        "kept": _kept(up),
+        "kept": [each.data() for each in kept],
         "owners": [{**each, "cap_bytes": each["cap_bytes"] or None} for each in _owners(up)],
         "nodes": [
             {

@@ -1,4 +1,4 @@
-"""What a daemon did lately: the log line of every 10 s, nothing when nothing happened; and the traffic of the last five minutes."""
+"""What a daemon did lately: the log line of every 10 s, nothing when nothing happened; the traffic of five minutes, the growth of hours."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class Activity:
 
 _COMPLAINTS = (("busy", "busy"), ("cut", "connections_cut"), ("malformed", "frames_malformed"), ("faults", "faults"))
 
+GROWTH_WINDOW_SECONDS: Final = 6 * 3600.0
+GROWTH_SAMPLE_SECONDS: Final = 60.0
 WINDOW_SECONDS: Final = 300.0
 SAMPLE_SECONDS: Final = 10.0
 
@@ -87,3 +89,33 @@ class Traffic:
     def window(self) -> Moved:
         """Of the last five minutes, or since the start where that is later."""
         return Moved.of(self._stats(), self._clock()).since(self._samples[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """How a node's bytes changed in a span. `used_bytes`: more than at its beginning."""
+
+    seconds: float
+    used_bytes: int
+    written_bytes: int
+
+
+class Growth:
+    """`sample` on one thread each minute or more often; `window` on any. `bytes_now` gives (used, written since the start)."""
+
+    def __init__(self, bytes_now: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_now = bytes_now
+        self._clock = clock
+        self._samples = deque([(clock(), *bytes_now())])
+
+    def sample(self) -> None:
+        now = self._clock()
+        if now - self._samples[-1][0] >= GROWTH_SAMPLE_SECONDS:
+            self._samples.append((now, *self._bytes_now()))
+        while len(self._samples) > 1 and now - self._samples[1][0] >= GROWTH_WINDOW_SECONDS:
+            self._samples.popleft()
+
+    def window(self) -> Grown:
+        """Of the last six hours, or since the start where that is later."""
+        (then, used, written), (used_now, written_now) = self._samples[0], self._bytes_now()
+        return Grown(self._clock() - then, used_now - used, written_now - written)

@@ -30,7 +30,7 @@ from kvstore.gc import EvictionPolicy, Evictor
 from kvstore.kernels import _native
 from kvstore.metrics import EvictionMetrics, Holding, NodeFacts, flat_values, node_registry
 from kvstore.server import owned
-from kvstore.server.activity import Activity, Traffic
+from kvstore.server.activity import Activity, Growth, Traffic
 from kvstore.server.config import NodeConfig, capacity_of, choose_io
 from kvstore.server.http import HttpServer
 from kvstore.server.log import Log, LogHandler
@@ -70,6 +70,7 @@ class Node:
         self._mark_read: tuple[int, ...] = ()
         self._registry: Any = None
         self._traffic: Traffic | None = None
+        self._growth: Growth | None = None
         self._started_at = time.monotonic()
         self._draining = False
         self._drain_seconds = config.drain_timeout_seconds
@@ -141,6 +142,7 @@ class Node:
         self._facts.class_names = {c.id: c.name for c in self.map.classes.values()}
         self._facts.owners = config.owners
         self._traffic = Traffic(self.server.stats)
+        self._growth = Growth(self._bytes_now)
         self._registry = node_registry(self.server.stats, self.store.stats, self._facts, self._evictions, self._holdings)
         self._facts.ready = True
         self.control.start()
@@ -208,11 +210,12 @@ class Node:
         """Returns the exit code: 0 after a drain in which nothing was cut off, else 1."""
         activity = Activity()
         looked = logged = time.monotonic()
-        assert self.server and self.store and self._traffic
+        assert self.server and self.store and self._traffic and self._growth
         while not self._draining:
             self._wake.wait(min(MAP_POLL_SECONDS, self.config.log_interval_seconds))
             now = time.monotonic()
             self._traffic.sample()
+            self._growth.sample()
             behind = now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch
             if self._reload.is_set() or (behind and self._map_mark() != self._mark_read):
                 looked = now
@@ -337,14 +340,19 @@ class Node:
             found.append(Holding(retention_class, owner, used_bytes, max(0.0, float(seconds * (now - oldest[0]))) if oldest else 0.0))
         return found
 
+    def _bytes_now(self) -> tuple[int, int]:
+        assert self.store
+        stats = self.store.stats()
+        return stats["used_bytes"], stats["put_bytes_total"]
+
     def values(self) -> dict[str, float]:
         return flat_values(self._registry)
 
     def status(self) -> node_pb2.StatusReply:
         from kvstore.server.proto import node_pb2
 
-        assert self.server and self.store and self.control and self.http and self._traffic
-        server, store, moved = self.server.stats(), self.store.stats(), self._traffic.window()
+        assert self.server and self.store and self.control and self.http and self._traffic and self._growth
+        server, store, moved, grown = self.server.stats(), self.store.stats(), self._traffic.window(), self._growth.window()
         return node_pb2.StatusReply(
             id=self.config.node_id,
             cluster=self.map.cluster_id,
@@ -374,6 +382,7 @@ class Node:
                 bytes_out=moved.bytes_out,
                 read_counts=moved.read_counts,
             ),
+            growth=node_pb2.Growth(seconds=grown.seconds, used_bytes=grown.used_bytes, written_bytes=grown.written_bytes),
         )
 
     def queues(self) -> node_pb2.ListQueuesReply:

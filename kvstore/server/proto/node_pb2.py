@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvstore/server/proto/node.proto\x12\nkvstore.v1\"\x0f\n\rStatusRequest\"\xdc\x03\n\x0bStatusReply\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nepoch_seen\x18\x04 \x01(\x04\x12 \n\x05state\x18\x05 \x01(\x0e\x32\x11.kvstore.v1.State\x12\x0f\n\x07\x62oot_id\x18\x06 \x01(\x04\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x14\n\x0c\x64\x61ta_address\x18\n \x01(\t\x12\x15\n\radmin_address\x18\x0b \x01(\t\x12\x14\n\x0chttp_address\x18\x0c \x01(\t\x12\x16\n\x0e\x64\x61ta_directory\x18\r \x01(\t\x12\n\n\x02io\x18\x0e \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x0f \x01(\x04\x12\x12\n\nused_bytes\x18\x10 \x01(\x04\x12\x0f\n\x07\x65xtents\x18\x11 \x01(\x04\x12\x13\n\x0b\x63onnections\x18\x12 \x01(\x04\x12\x1a\n\x12requests_in_flight\x18\x13 \x01(\x04\x12\x13\n\x0bindex_start\x18\x14 \x01(\t\x12\x14\n\x0cunix_seconds\x18\x15 \x01(\x01\x12$\n\x07traffic\x18\x16 \x01(\x0b\x32\x13.kvstore.v1.Traffic\"f\n\x07Traffic\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\x03 \x01(\x04\x12\x11\n\tbytes_out\x18\x04 \x01(\x04\x12\x13\n\x0bread_counts\x18\x05 \x03(\x04\"\x0e\n\x0cStatsRequest\"o\n\nStatsReply\x12\x32\n\x06values\x18\x01 \x03(\x0b\x32\".kvstore.v1.StatsReply.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x13\n\x11ListQueuesRequest\"%\n\x05Queue\x12\n\n\x02op\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\"\x98\x01\n\x0fListQueuesReply\x12!\n\x06queues\x18\x01 \x03(\x0b\x32\x11.kvstore.v1.Queue\x12\x13\n\x0bwrite_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fwrite_bytes_max\x18\x03 \x01(\x04\x12\x17\n\x0fread_head_bytes\x18\x04 \x01(\x04\x12\x1b\n\x13read_head_bytes_max\x18\x05 \x01(\x04\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"\x1e\n\nDrainReply\x12\x10\n\x08\x66inished\x18\x01 \x01(\x08\"\x12\n\x10ReloadMapRequest\"\x1f\n\x0eReloadMapReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04*W\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_STARTING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\x32\xcb\x02\n\x04Node\x12<\n\x06Status\x12\x19.kvstore.v1.StatusRequest\x1a\x17.kvstore.v1.StatusReply\x12\x39\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x16.kvstore.v1.StatsReply\x12H\n\nListQueues\x12\x1d.kvstore.v1.ListQueuesRequest\x1a\x1b.kvstore.v1.ListQueuesReply\x12\x39\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x16.kvstore.v1.DrainReply\x12\x45\n\tReloadMap\x12\x1c.kvstore.v1.ReloadMapRequest\x1a\x1a.kvstore.v1.ReloadMapReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvstore/server/proto/node.proto\x12\nkvstore.v1\"\x0f\n\rStatusRequest\"\x80\x04\n\x0bStatusReply\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\nepoch_seen\x18\x04 \x01(\x04\x12 \n\x05state\x18\x05 \x01(\x0e\x32\x11.kvstore.v1.State\x12\x0f\n\x07\x62oot_id\x18\x06 \x01(\x04\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x16\n\x0euptime_seconds\x18\t \x01(\x01\x12\x14\n\x0c\x64\x61ta_address\x18\n \x01(\t\x12\x15\n\radmin_address\x18\x0b \x01(\t\x12\x14\n\x0chttp_address\x18\x0c \x01(\t\x12\x16\n\x0e\x64\x61ta_directory\x18\r \x01(\t\x12\n\n\x02io\x18\x0e \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x0f \x01(\x04\x12\x12\n\nused_bytes\x18\x10 \x01(\x04\x12\x0f\n\x07\x65xtents\x18\x11 \x01(\x04\x12\x13\n\x0b\x63onnections\x18\x12 \x01(\x04\x12\x1a\n\x12requests_in_flight\x18\x13 \x01(\x04\x12\x13\n\x0bindex_start\x18\x14 \x01(\t\x12\x14\n\x0cunix_seconds\x18\x15 \x01(\x01\x12$\n\x07traffic\x18\x16 \x01(\x0b\x32\x13.kvstore.v1.Traffic\x12\"\n\x06growth\x18\x17 \x01(\x0b\x32\x12.kvstore.v1.Growth\"D\n\x06Growth\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x12\n\nused_bytes\x18\x02 \x01(\x12\x12\x15\n\rwritten_bytes\x18\x03 \x01(\x04\"f\n\x07Traffic\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\x03 \x01(\x04\x12\x11\n\tbytes_out\x18\x04 \x01(\x04\x12\x13\n\x0bread_counts\x18\x05 \x03(\x04\"\x0e\n\x0cStatsRequest\"o\n\nStatsReply\x12\x32\n\x06values\x18\x01 \x03(\x0b\x32\".kvstore.v1.StatsReply.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x13\n\x11ListQueuesRequest\"%\n\x05Queue\x12\n\n\x02op\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\"\x98\x01\n\x0fListQueuesReply\x12!\n\x06queues\x18\x01 \x03(\x0b\x32\x11.kvstore.v1.Queue\x12\x13\n\x0bwrite_bytes\x18\x02 \x01(\x04\x12\x17\n\x0fwrite_bytes_max\x18\x03 \x01(\x04\x12\x17\n\x0fread_head_bytes\x18\x04 \x01(\x04\x12\x1b\n\x13read_head_bytes_max\x18\x05 \x01(\x04\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"\x1e\n\nDrainReply\x12\x10\n\x08\x66inished\x18\x01 \x01(\x08\"\x12\n\x10ReloadMapRequest\"\x1f\n\x0eReloadMapReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04*W\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_STARTING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x12\n\x0eSTATE_DRAINING\x10\x03\x32\xcb\x02\n\x04Node\x12<\n\x06Status\x12\x19.kvstore.v1.StatusRequest\x1a\x17.kvstore.v1.StatusReply\x12\x39\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x16.kvstore.v1.StatsReply\x12H\n\nListQueues\x12\x1d.kvstore.v1.ListQueuesRequest\x1a\x1b.kvstore.v1.ListQueuesReply\x12\x39\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x16.kvstore.v1.DrainReply\x12\x45\n\tReloadMap\x12\x1c.kvstore.v1.ReloadMapRequest\x1a\x1a.kvstore.v1.ReloadMapReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STATSREPLY_VALUESENTRY']._loaded_options = None
   _globals['_STATSREPLY_VALUESENTRY']._serialized_options = b'8\001'
-  _globals['_STATE']._serialized_start=1117
-  _globals['_STATE']._serialized_end=1204
+  _globals['_STATE']._serialized_start=1223
+  _globals['_STATE']._serialized_end=1310
   _globals['_STATUSREQUEST']._serialized_start=47
   _globals['_STATUSREQUEST']._serialized_end=62
   _globals['_STATUSREPLY']._serialized_start=65
-  _globals['_STATUSREPLY']._serialized_end=541
-  _globals['_TRAFFIC']._serialized_start=543
-  _globals['_TRAFFIC']._serialized_end=645
-  _globals['_STATSREQUEST']._serialized_start=647
-  _globals['_STATSREQUEST']._serialized_end=661
-  _globals['_STATSREPLY']._serialized_start=663
-  _globals['_STATSREPLY']._serialized_end=774
-  _globals['_STATSREPLY_VALUESENTRY']._serialized_start=729
-  _globals['_STATSREPLY_VALUESENTRY']._serialized_end=774
-  _globals['_LISTQUEUESREQUEST']._serialized_start=776
-  _globals['_LISTQUEUESREQUEST']._serialized_end=795
-  _globals['_QUEUE']._serialized_start=797
-  _globals['_QUEUE']._serialized_end=834
-  _globals['_LISTQUEUESREPLY']._serialized_start=837
-  _globals['_LISTQUEUESREPLY']._serialized_end=989
-  _globals['_DRAINREQUEST']._serialized_start=991
-  _globals['_DRAINREQUEST']._serialized_end=1030
-  _globals['_DRAINREPLY']._serialized_start=1032
-  _globals['_DRAINREPLY']._serialized_end=1062
-  _globals['_RELOADMAPREQUEST']._serialized_start=1064
-  _globals['_RELOADMAPREQUEST']._serialized_end=1082
-  _globals['_RELOADMAPREPLY']._serialized_start=1084
-  _globals['_RELOADMAPREPLY']._serialized_end=1115
-  _globals['_NODE']._serialized_start=1207
-  _globals['_NODE']._serialized_end=1538
+  _globals['_STATUSREPLY']._serialized_end=577
+  _globals['_GROWTH']._serialized_start=579
+  _globals['_GROWTH']._serialized_end=647
+  _globals['_TRAFFIC']._serialized_start=649
+  _globals['_TRAFFIC']._serialized_end=751
+  _globals['_STATSREQUEST']._serialized_start=753
+  _globals['_STATSREQUEST']._serialized_end=767
+  _globals['_STATSREPLY']._serialized_start=769
+  _globals['_STATSREPLY']._serialized_end=880
+  _globals['_STATSREPLY_VALUESENTRY']._serialized_start=835
+  _globals['_STATSREPLY_VALUESENTRY']._serialized_end=880
+  _globals['_LISTQUEUESREQUEST']._serialized_start=882
+  _globals['_LISTQUEUESREQUEST']._serialized_end=901
+  _globals['_QUEUE']._serialized_start=903
+  _globals['_QUEUE']._serialized_end=940
+  _globals['_LISTQUEUESREPLY']._serialized_start=943
+  _globals['_LISTQUEUESREPLY']._serialized_end=1095
+  _globals['_DRAINREQUEST']._serialized_start=1097
+  _globals['_DRAINREQUEST']._serialized_end=1136
+  _globals['_DRAINREPLY']._serialized_start=1138
+  _globals['_DRAINREPLY']._serialized_end=1168
+  _globals['_RELOADMAPREQUEST']._serialized_start=1170
+  _globals['_RELOADMAPREQUEST']._serialized_end=1188
+  _globals['_RELOADMAPREPLY']._serialized_start=1190
+  _globals['_RELOADMAPREPLY']._serialized_end=1221
+  _globals['_NODE']._serialized_start=1313
+  _globals['_NODE']._serialized_end=1644
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("id", "cluster", "epoch", "epoch_seen", "state", "boot_id", "pid", "version", "uptime_seconds", "data_address", "admin_address", "http_address", "data_directory", "io", "capacity_bytes", "used_bytes", "extents", "connections", "requests_in_flight", "index_start", "unix_seconds", "traffic")
+    __slots__ = ("id", "cluster", "epoch", "epoch_seen", "state", "boot_id", "pid", "version", "uptime_seconds", "data_address", "admin_address", "http_address", "data_directory", "io", "capacity_bytes", "used_bytes", "extents", "connections", "requests_in_flight", "index_start", "unix_seconds", "traffic", "growth")
     ID_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class StatusReply(_message.Message):
     INDEX_START_FIELD_NUMBER: _ClassVar[int]
     UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_FIELD_NUMBER: _ClassVar[int]
     id: str
     cluster: str
     epoch: int
@@ -68,7 +69,18 @@ class StatusReply(_message.Message):
     index_start: str
     unix_seconds: float
     traffic: Traffic
-    def __init__(self, id: _Optional[str] = ..., cluster: _Optional[str] = ..., epoch: _Optional[int] = ..., epoch_seen: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., boot_id: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., http_address: _Optional[str] = ..., data_directory: _Optional[str] = ..., io: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., connections: _Optional[int] = ..., requests_in_flight: _Optional[int] = ..., index_start: _Optional[str] = ..., unix_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+    growth: Growth
+    def __init__(self, id: _Optional[str] = ..., cluster: _Optional[str] = ..., epoch: _Optional[int] = ..., epoch_seen: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., boot_id: _Optional[int] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., admin_address: _Optional[str] = ..., http_address: _Optional[str] = ..., data_directory: _Optional[str] = ..., io: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., connections: _Optional[int] = ..., requests_in_flight: _Optional[int] = ..., index_start: _Optional[str] = ..., unix_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., growth: _Optional[_Union[Growth, _Mapping]] = ...) -> None: ...
+
+class Growth(_message.Message):
+    __slots__ = ("seconds", "used_bytes", "written_bytes")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    used_bytes: int
+    written_bytes: int
+    def __init__(self, seconds: _Optional[float] = ..., used_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ...) -> None: ...
 
 class Traffic(_message.Message):
     __slots__ = ("seconds", "requests", "bytes_in", "bytes_out", "read_counts")

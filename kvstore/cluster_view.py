@@ -1,0 +1,282 @@
+"""The cluster as one thing, from what its nodes answered: retention attained, space, histograms merged. Pure functions over reports.
+
+Retention. A node drops the longest unused first, so every use younger than its oldest surviving one is still there. An extent has a shard
+on each of the k+m nodes of its placement group and can be read while k of them have it: of each group the (m+1)-th tightest node decides
+(the third of twelve), and of the cluster the group that decides soonest. A node that does not answer keeps nothing. A node that dropped
+nothing of a class for room, since it started, sets no bound: what is gone there had outlived its class, or was its owner's over a cap.
+
+A report is what `ask_nodes` of kvstore/cli/cluster.py gives; anything with these fields will do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.clustermap import ClusterMap, Node
+from kvstore.placement import Placement
+
+GROUPS_MAX: Final = 1 << 14  # looked at; of larger maps an even sample: the minimum is then of the sample
+_LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
+
+
+class Growth(Protocol):
+    """What a node's used bytes did in its last hours."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def used_bytes(self) -> int: ...  # more than at the beginning; below 0: less
+    @property
+    def written_bytes(self) -> int: ...
+
+
+class Report(Protocol):
+    @property
+    def node(self) -> Node: ...
+    @property
+    def up(self) -> bool: ...
+    @property
+    def values(self) -> Mapping[str, float]: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def growth(self) -> Growth | None: ...
+
+
+# --- flat values: `name{label="value",...}` -> number, as Stats answers ---
+
+
+def samples(values: Mapping[str, float], name: str) -> list[tuple[dict[str, str], float]]:
+    """Every series of one metric: its labels and its value."""
+    found: list[tuple[dict[str, str], float]] = []
+    for key, value in values.items():
+        if key == name:
+            found.append(({}, value))
+        elif key.startswith(name + "{"):
+            found.append((dict(_LABEL.findall(key[len(name) :])), value))
+    return found
+
+
+def total(values: Mapping[str, float], name: str, **labels: str) -> float:
+    """Sum over the series of one metric that carry these labels."""
+    return sum(value for found, value in samples(values, name) if labels.items() <= found.items())
+
+
+def by_label(values: Mapping[str, float], name: str, label: str, **labels: str) -> dict[str, float]:
+    """Sums of one metric by one of its labels, over the series that carry `labels`."""
+    sums: dict[str, float] = {}
+    for found, value in samples(values, name):
+        if label in found and labels.items() <= found.items():
+            sums[found[label]] = sums.get(found[label], 0.0) + value
+    return sums
+
+
+def merged(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Values of several nodes added up, series by series; histograms, too: their buckets have the same bounds everywhere."""
+    out: dict[str, float] = {}
+    for values in several:
+        for key, value in values.items():
+            out[key] = out.get(key, 0.0) + value
+    return out
+
+
+def difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """What counters did between two looks at one process. Of a process that started anew in between give {} as `before`."""
+    return {key: value - before.get(key, 0.0) for key, value in after.items()}
+
+
+def buckets(values: Mapping[str, float], name: str, **labels: str) -> list[tuple[float, float]]:
+    """(upper bound, cumulative count) of a histogram, in order, summed over the series that carry `labels`."""
+    found: dict[float, float] = {}
+    for edge, value in by_label(values, f"{name}_bucket", "le", **labels).items():
+        bound = math.inf if edge == "+Inf" else float(edge)
+        found[bound] = found.get(bound, 0.0) + value
+    return sorted(found.items())
+
+
+def quantile(buckets: Sequence[tuple[float, float]], q: float) -> float | None:
+    """As PromQL's histogram_quantile: linear inside a bucket; the last finite bound beyond it. None without observations."""
+    if not buckets or buckets[-1][1] <= 0:
+        return None
+    rank = q * buckets[-1][1]
+    lower_bound = lower_count = 0.0
+    for bound, count in buckets:
+        if count >= rank:
+            if bound == math.inf:
+                return lower_bound
+            return lower_bound + (bound - lower_bound) * (rank - lower_count) / max(count - lower_count, 1e-9)
+        lower_bound, lower_count = bound, count
+    return lower_bound
+
+
+# --- retention ---
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRetention:
+    """One class on one node. `oldest_seconds`: since the last use of its oldest; 0: it holds nothing."""
+
+    oldest_seconds: float
+    dropped_early_bytes: int  # for room, before their time, since the node started
+
+    @property
+    def bound_seconds(self) -> float:
+        """Every use younger than this survives here; infinite where nothing was dropped for room."""
+        return self.oldest_seconds if self.dropped_early_bytes else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRetention:
+    """One class in the cluster. `attained_seconds`: every use younger than this can still be read, in every group; None: no bound, nothing
+    that matters was dropped for room. `p10`: the same in nine of ten groups."""
+
+    retention_class: str
+    contract_seconds: float | None
+    attained_seconds: float | None
+    attained_p10_seconds: float | None
+    oldest_seconds: float  # of the node that keeps it the shortest, among those that hold any
+    used_bytes: int
+    evicted_bytes: int
+    reached_bytes: int  # of them, those that had outlived their class
+    early_bytes: int  # of them, those dropped for room
+    groups: int  # looked at
+    nodes: Mapping[str, NodeRetention]
+
+    @property
+    def short(self) -> bool:
+        return self.attained_seconds is not None and self.contract_seconds is not None and self.attained_seconds < self.contract_seconds
+
+    @property
+    def reached_ratio(self) -> float | None:
+        """Share of evicted bytes that reached their class's days."""
+        return self.reached_bytes / self.evicted_bytes if self.evicted_bytes else None
+
+    def data(self) -> dict[str, Any]:
+        """For --json."""
+        names = ("retention_class", "contract_seconds", "attained_seconds", "attained_p10_seconds", "oldest_seconds", "used_bytes")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "evicted_bytes": self.evicted_bytes,
+            "evicted_early_bytes": self.early_bytes,
+            "evicted_reached_contract_ratio": self.reached_ratio,
+            "contract_met": None if self.contract_seconds is None else not self.short,
+            "nodes": {name: node.oldest_seconds or None for name, node in self.nodes.items()},
+        }
+
+
+def group_lists(cluster_map: ClusterMap) -> NDArray[np.int32]:
+    """(groups, k+m) node ordinals of the newest epoch; of large maps an even sample. Keep it: it changes with the map alone."""
+    placement = Placement(cluster_map)
+    if placement.pg_count <= GROUPS_MAX:
+        return placement.table()
+    step = placement.pg_count // GROUPS_MAX
+    return np.array([placement.nodes_of(pg) for pg in range(0, placement.pg_count, step)], np.int32)
+
+
+def node_retention(report: Report) -> dict[str, NodeRetention]:
+    """By class."""
+    early = by_label(report.values, "kvstore_evicted_bytes_total", "retention_class", reason="lru")
+    oldest = by_label(report.values, "kvstore_retention_seconds", "retention_class")
+    return {name: NodeRetention(oldest.get(name, 0.0), int(early.get(name, 0))) for name in sorted(oldest.keys() | early.keys())}
+
+
+def retention(cluster_map: ClusterMap, reports: Sequence[Report], groups: NDArray[np.int32] | None = None) -> list[ClassRetention]:
+    """Every class that is held, or was dropped, anywhere; by name."""
+    lists = group_lists(cluster_map) if groups is None else groups
+    up = [report for report in reports if report.up]
+    summed = merged(report.values for report in up)
+    contracts: dict[str, float] = {}
+    for report in up:
+        contracts |= {name: s for name, s in by_label(report.values, "kvstore_retention_contract_seconds", "retention_class").items() if s}
+    used = by_label(summed, "kvstore_class_used_bytes", "retention_class")
+    evicted, reached, early = (
+        by_label(summed, "kvstore_evicted_bytes_total", "retention_class", **reason)
+        for reason in ({}, {"reason": "expired"}, {"reason": "lru"})
+    )
+    by_node = {report.node.id: node_retention(report) for report in up}
+    nothing = NodeRetention(0.0, 0)
+    found = []
+    for name in sorted({name for classes in by_node.values() for name in classes}):
+        nodes = {node: classes.get(name, nothing) for node, classes in by_node.items()}
+        held = [node.oldest_seconds for node in nodes.values() if node.oldest_seconds]
+        if not held and not evicted.get(name):
+            continue
+        lowest, p10 = _attained(cluster_map, {report.node.ordinal: nodes[report.node.id].bound_seconds for report in up}, lists)
+        found.append(
+            ClassRetention(
+                retention_class=name,
+                contract_seconds=contracts.get(name),
+                attained_seconds=None if math.isinf(lowest) else lowest,
+                attained_p10_seconds=None if math.isinf(p10) else p10,
+                oldest_seconds=min(held, default=0.0),
+                used_bytes=int(used.get(name, 0)),
+                evicted_bytes=int(evicted.get(name, 0)),
+                reached_bytes=int(reached.get(name, 0)),
+                early_bytes=int(early.get(name, 0)),
+                groups=len(lists),
+                nodes=nodes,
+            )
+        )
+    return found
+
+
+def _attained(cluster_map: ClusterMap, bounds: Mapping[int, float], lists: NDArray[np.int32]) -> tuple[float, float]:
+    """Minimum and lowest decile over the groups of the bound that the (m+1)-th tightest of each sets."""
+    of_node = np.zeros(len(cluster_map.nodes))  # a node that does not answer keeps nothing
+    of_node[list(bounds)] = list(bounds.values())
+    deciding = np.sort(np.partition(of_node[lists], cluster_map.m, axis=1)[:, cluster_map.m])
+    return float(deciding[0]), float(deciding[len(deciding) // 10])
+
+
+# --- space ---
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Of all nodes that answered, parity included."""
+
+    used_bytes: int
+    capacity_bytes: int
+    freeing_bytes: int  # dropped from the index, not yet given back
+    index_bytes: int
+    by_class: Mapping[str, int]
+    by_owner: Mapping[str, int]
+    growth_bytes_per_second: float | None  # None: nobody says yet
+    written_bytes_per_second: float | None
+    evicting: bool  # some node has begun to drop for room
+    seconds_until_full: float | None  # of the nodes together, as they grow now; None: full and evicting, not growing, or not known
+
+    @property
+    def freeing_ratio(self) -> float:
+        return self.freeing_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+    def data(self) -> dict[str, Any]:
+        """For --json."""
+        names = ("used_bytes", "capacity_bytes", "freeing_bytes", "index_bytes", "growth_bytes_per_second", "written_bytes_per_second")
+        listed = {"by_class": dict(self.by_class), "by_owner": dict(self.by_owner)}
+        return {**{name: getattr(self, name) for name in names}, "seconds_until_full": self.seconds_until_full, **listed}
+
+
+def space(reports: Sequence[Report]) -> Space:
+    up = [report for report in reports if report.up]
+    summed = merged(report.values for report in up)
+    used, capacity = sum(report.used_bytes for report in up), sum(report.capacity_bytes for report in up)
+    grown = [report.growth for report in up if report.growth is not None and report.growth.seconds > 0]
+    growth = sum(each.used_bytes / each.seconds for each in grown) if grown else None
+    written = sum(each.written_bytes / each.seconds for each in grown) if grown else None
+    evicting = total(summed, "kvstore_evicted_bytes_total", reason="lru") > 0
+    until = (capacity - used) / growth if growth and growth > 0 and not evicting and capacity > used else None
+    kinds = by_label(summed, "kvstore_disk_used_bytes", "kind")
+    by_class = {name: int(size) for name, size in by_label(summed, "kvstore_class_used_bytes", "retention_class").items() if size}
+    by_owner = {name: int(size) for name, size in by_label(summed, "kvstore_owner_used_bytes", "owner").items() if size}
+    freeing, index = int(kinds.get("freeing", 0)), int(kinds.get("index", 0))
+    return Space(used, capacity, freeing, index, by_class, by_owner, growth, written, evicting, until)
