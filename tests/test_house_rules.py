@@ -21,6 +21,7 @@ RANKS = {
     "engine_integration": 3,
     "cli": 3,
     "replay": 3,
+    "live": 3,
     "demo": 3,
     "__main__": 4,
 }

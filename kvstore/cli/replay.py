@@ -17,6 +17,8 @@ from kvstore.errors import ConfigError, InputError, UsageError
 from kvstore.layout import BLOCK_BYTES_MAX, PRESETS, Layout
 from kvstore.replay import ReplayOptions, ReplayReport, Trace, TraceShape, capacity_blocks, local_cluster, open_trace, run_replay, shape_of
 from kvstore.replay.report import Latency
+from kvstore.server.local import HOST
+from kvstore.server.ports import check_port, port_fault
 from kvstore.units import format_bytes, format_seconds
 
 TRUE_BLOCK_BYTES = 113_920
@@ -60,6 +62,9 @@ Without --map, a local cluster is started for the replay and removed after it. d
     add("--namespace", default="replay", metavar="NAME", help="another name starts afresh on a cluster that was replayed to before")
     add("--bucket-seconds", type=int, default=1, metavar="N", help="length of a time bucket of the local cluster (default 1)")
     add("--log", type=Path, metavar="FILE", help="write a Parquet access log, one row a request")
+    add(
+        "--serve-metrics", type=int, metavar="PORT", help="the client's /metrics on 127.0.0.1 while it plays, for kvstore top and dashboard"
+    )
     add("--data", type=Path, metavar="DIR", help="where the local cluster keeps its data (default: a temporary directory)")
     add("--skip-bad", action="store_true", help="skip and count wrong lines instead of stopping")
 
@@ -81,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         out.warn(f"and {len(skipped) - 3} more lines skipped")
     blocks = capacity_blocks(args.cache_size, shape, layout)
     with interrupted_by_signals(), ExitStack() as stack:
-        cluster, where = _cluster(args, shape, blocks, layout, stack)
+        cluster, map_path, where = _cluster(args, shape, blocks, layout, stack)
         if args.retention not in cluster.classes:
             raise InputError("E132", f'no retention class "{args.retention}"', fix=f"known: {', '.join(cluster.classes)}")
         out.line(f"trace     {shape.requests:,} requests, {shape.unique_blocks:,} unique blocks, {len(skipped)} lines skipped")
@@ -98,7 +103,12 @@ def run(args: argparse.Namespace) -> int:
             hedge=args.hedge,
             lru_capacity_blocks=blocks,
             log=args.log,
+            metrics_port=args.serve_metrics,
         )
+        if args.serve_metrics is not None:
+            with port_fault(HOST, args.serve_metrics, "--serve-metrics"):
+                check_port(HOST, args.serve_metrics)
+            out.note(f"watch     kvstore dashboard --map {map_path} --client http://{HOST}:{args.serve_metrics}")
         report = _play(trace, cluster, options, shape, out)
     print_report(report, out)
     out.result(_data(args, shape, blocks, len(skipped), report), cluster=cluster.cluster_id, epoch=cluster.epoch)
@@ -112,6 +122,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError("E131", f"--{flag.replace('_', '-')} {value}", "out of range", f"give at least {low}")
     if args.block_bytes > BLOCK_BYTES_MAX:
         raise UsageError("E131", f"--block-bytes {args.block_bytes}", "out of range", f"give 1 to {BLOCK_BYTES_MAX}")
+    if args.serve_metrics is not None and not 1 <= args.serve_metrics <= 65535:
+        raise UsageError("E131", f"--serve-metrics {args.serve_metrics}", "out of range", "give a port from 1 to 65535")
     if args.speed is not None and not 0 < args.speed < float("inf"):
         raise UsageError("E131", f"--speed {args.speed}", "out of range", "give a number above 0")
     if args.speed is not None and args.clock != "wall":
@@ -128,10 +140,12 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("E140", "--data with --map", "an existing cluster has its own directories", "leave one of them out")
 
 
-def _cluster(args: argparse.Namespace, shape: TraceShape, blocks: int | None, layout: Layout, stack: ExitStack) -> tuple[ClusterMap, str]:
+def _cluster(
+    args: argparse.Namespace, shape: TraceShape, blocks: int | None, layout: Layout, stack: ExitStack
+) -> tuple[ClusterMap, Path, str]:
     if args.settings["map"]:
         found = ClusterMap.load(args.settings["map"])
-        return found, f"{found.cluster_id}, {len(found.nodes)} nodes, {found.k}+{found.m}"
+        return found, Path(args.settings["map"]), f"{found.cluster_id}, {len(found.nodes)} nodes, {found.k}+{found.m}"
     directory = args.data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-replay-")))
     virtual = args.clock != "wall"
     local = local_cluster(
@@ -146,7 +160,11 @@ def _cluster(args: argparse.Namespace, shape: TraceShape, blocks: int | None, la
     held = shape.unique_blocks if blocks is None else blocks
     size = "every block" if blocks is None else f"{held:,} blocks"
     clock = "virtual clock" if virtual else "wall clock"
-    return local.map, f"{local.nodes_count} local nodes, 10+2, room for {size} = {format_bytes(held * layout.block_bytes)}, {clock}"
+    return (
+        local.map,
+        local.map_path,
+        f"{local.nodes_count} local nodes, 10+2, room for {size} = {format_bytes(held * layout.block_bytes)}, {clock}",
+    )
 
 
 def _play(trace: Trace, cluster: ClusterMap, options: ReplayOptions, shape: TraceShape, out: Output) -> ReplayReport:

@@ -1,11 +1,18 @@
-"""A client's numbers as Prometheus series: the CLIENT table of kvstore/metrics.py, read from Client.stats() when scraped."""
+"""A client's numbers as Prometheus series: the CLIENT table of kvstore/metrics.py, read from Client.stats() when scraped.
+
+A host process with a registry of its own adds `client_collector`; one without calls `serve_metrics`.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
+import contextlib
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvstore.client.client import Client
 from kvstore.client.values import LoadOutcome
+from kvstore.http import HttpServer, daemon_pages
 from kvstore.metrics import CLASSES, CLIENT, OWNERS, TableCollector, Values, registry_of
 
 
@@ -17,6 +24,17 @@ def client_collector(client: Client) -> TableCollector:
 def client_registry(client: Client) -> CollectorRegistry:
     """A registry of this client alone, build_info included."""
     return registry_of(CLIENT, lambda values: read_client(client, values))
+
+
+@contextlib.contextmanager
+def serve_metrics(client: Client, port: int, host: str = "127.0.0.1") -> Iterator[int]:
+    """/metrics, /livez and /readyz of this client over HTTP while the block runs; gives the port. Raises OSError where it cannot be had."""
+    registry = client_registry(client)
+    server = HttpServer(host, port, daemon_pages(dict, lambda: generate_latest(registry)))
+    try:
+        yield server.port
+    finally:
+        server.close()
 
 
 def read_client(client: Client, values: Values) -> None:

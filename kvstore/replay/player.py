@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client import Client, ClientConfig
+from kvstore.client.metrics import serve_metrics
 from kvstore.clustermap import ClusterMap
 from kvstore.kernels import _native
 from kvstore.keys import Keys, Namespace, external_keys
@@ -54,6 +55,7 @@ class ReplayOptions:
     deadline_seconds: float = 30.0  # of each verb
     lru_capacity_blocks: int | None = None  # also run exact LRU of this size over the same requests
     log: Path | None = None  # Parquet access log
+    metrics_port: int | None = None  # the client's /metrics on 127.0.0.1 while it plays; 0: any free port
     client: ClientConfig | None = None  # None: what suits the clock
     before_request: Callable[[int], None] | None = None  # ordinal, before it is handed to a worker
     after_request: Callable[[RequestOutcome], None] | None = None  # in the order of the trace
@@ -65,6 +67,8 @@ def run_replay(trace: Iterable[Request], cluster: ClusterMap, options: ReplayOpt
         log = stack.enter_context(AccessLog(options.log)) if options.log else None
         clock = TraceClock() if options.clock == "virtual" else None
         client = stack.enter_context(Client(cluster, layout=options.layout, config=options.client or _client_config(options), clock=clock))
+        if options.metrics_port is not None:
+            stack.enter_context(serve_metrics(client, options.metrics_port))
         pool = stack.enter_context(ThreadPoolExecutor(options.concurrency, "kvstore-replay"))
         player = _Player(client, clock, options)
         outcomes: list[RequestOutcome] = []

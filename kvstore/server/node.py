@@ -27,12 +27,12 @@ from kvstore.clustermap import ClusterMap
 from kvstore.clustermap import Node as Member
 from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
 from kvstore.gc import EvictionPolicy, Evictor
+from kvstore.http import HttpServer, daemon_pages
 from kvstore.kernels import _native
 from kvstore.metrics import EvictionMetrics, Holding, NodeFacts, flat_values, node_registry
 from kvstore.server import owned
 from kvstore.server.activity import Activity, Growth, Traffic
 from kvstore.server.config import NodeConfig, capacity_of, choose_io
-from kvstore.server.http import HttpServer
 from kvstore.server.log import Log, LogHandler
 from kvstore.server.ports import port_fault
 from kvstore.units import format_bytes, format_seconds
@@ -100,7 +100,7 @@ class Node:
         for owner in config.owners:
             log.info(f"owner {owner.name}: {owner.limits}")
         with port_fault(config.host, config.http_port, "--http-port"):
-            self.http = HttpServer(config.host, config.http_port, self.checks, self.metrics_text)
+            self.http = HttpServer(config.host, config.http_port, daemon_pages(self.checks, self.metrics_text))
         self._open_store()
         assert self.store is not None
         io, io_note = choose_io(config)

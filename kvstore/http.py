@@ -1,4 +1,5 @@
-"""The small HTTP face of a daemon: /livez, /readyz, /healthz and /metrics. Read-only, no secrets, one port.
+"""The small HTTP face of a process: read-only pages on one port. A daemon's are /livez, /readyz, /healthz and /metrics; a client's
+(`serve_metrics`) and the dashboard's are served by the same class.
 
 /livez says that this process runs (never looks at peers); /readyz that it may take traffic, with reasons under ?verbose.
 """
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -20,12 +22,51 @@ ACCEPT_PAUSE_SECONDS: Final = 0.25
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class HttpServer:
-    """Listens from construction on; `ready` gives check -> reason it is not passed ("" where it is)."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    path: str
+    query: str
+    host: str  # the Host header, as it came; "" without one
 
-    def __init__(self, host: str, port: int, ready: Callable[[], Mapping[str, str]], metrics: Callable[[], bytes]) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a request is answered with."""
+
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    status: HTTPStatus = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Pages = Callable[[Request], Page]
+
+
+def daemon_pages(ready: Callable[[], Mapping[str, str]], metrics: Callable[[], bytes]) -> Pages:
+    """`ready` gives check -> reason it is not passed ("" where it is)."""
+
+    def answer(request: Request) -> Page:
+        if request.path == "/metrics":
+            return Page(metrics(), METRICS_TYPE)
+        if request.path == "/livez":
+            return Page(b"ok\n")
+        if request.path in ("/readyz", "/healthz"):
+            checks = ready()
+            failed = {name: why for name, why in checks.items() if why}
+            lines = [f"{name} {why or 'ok'}" for name, why in (checks if "verbose" in request.query else failed).items()]
+            status = HTTPStatus.SERVICE_UNAVAILABLE if failed else HTTPStatus.OK
+            return Page(("\n".join(lines) or "ok").encode() + b"\n", status=status)
+        return Page(b"try /metrics, /readyz?verbose or /livez\n", status=HTTPStatus.NOT_FOUND)
+
+    return answer
+
+
+class HttpServer:
+    """Answers GET and HEAD from construction on; `pages` is called on many threads."""
+
+    def __init__(self, host: str, port: int, pages: Pages) -> None:
         """Raises OSError where the port cannot be had."""
-        self._server = _Server((host, port), ready, metrics)
+        self._server = _Server((host, port), pages)
         self._host = host
         self.port = int(self._server.server_address[1])
         self._closing = False
@@ -49,9 +90,8 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     allow_reuse_address = True
 
-    def __init__(self, address: tuple[str, int], ready: Callable[[], Mapping[str, str]], metrics: Callable[[], bytes]) -> None:
-        self.ready = ready
-        self.metrics = metrics
+    def __init__(self, address: tuple[str, int], pages: Pages) -> None:
+        self.pages = pages
         self.slots = threading.BoundedSemaphore(REQUESTS_MAX)
         super().__init__(address, _Handler)
 
@@ -90,28 +130,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
-        if path == "/metrics":
-            self._answer(HTTPStatus.OK, self.server.metrics(), METRICS_TYPE)
-        elif path == "/livez":
-            self._answer(HTTPStatus.OK, b"ok\n")
-        elif path in ("/readyz", "/healthz"):
-            checks = self.server.ready()
-            failed = {name: why for name, why in checks.items() if why}
-            lines = [f"{name} {why or 'ok'}" for name, why in (checks if "verbose" in query else failed).items()]
-            status = HTTPStatus.SERVICE_UNAVAILABLE if failed else HTTPStatus.OK
-            self._answer(status, ("\n".join(lines) or "ok").encode() + b"\n")
-        else:
-            self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /readyz?verbose or /livez\n")
-
-    do_HEAD = do_GET
-
-    def _answer(self, status: HTTPStatus, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
+        page = self.server.pages(Request(path, query, self.headers.get("Host", "")))
+        self.send_response(page.status)
+        self.send_header("Content-Type", page.content_type)
+        self.send_header("Content-Length", str(len(page.body)))
+        for name, value in page.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(page.body)
+
+    do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
         """Probes every few seconds would bury the log."""

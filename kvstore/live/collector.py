@@ -1,0 +1,333 @@
+"""Polls all nodes and the client processes named, sums up each look, and keeps what plots and windows need: an hour at most.
+
+`poll` asks once, on the caller's thread; `start` does so on a thread of its own, each `interval_seconds`, until `stop`. What is kept is
+bounded: FRAMES_MAX frames, EVENTS_MAX events, and of each node a few numbers a frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from kvstore.cli.cluster import NodeReport, ask_nodes
+from kvstore.cli.health import evaluate, overall
+from kvstore.cli.output import Health, rfc3339_now
+from kvstore.clustermap import ClusterMap
+from kvstore.errors import KvstoreError
+from kvstore.live.counts import Counts, added
+from kvstore.live.frame import Data, added_up, class_rows, errors_of, hits_of, node_row, owner_rows, ratio, traffic_of
+from kvstore.live.scrape import ClientReport, ask_clients
+from kvstore.placement import Losses, Placement
+
+FRAMES_MAX: Final = 720  # an hour at 5 s
+EVENTS_MAX: Final = 200
+WINDOW_SECONDS: Final = 300.0
+NODE_SERIES: Final = (
+    "load_bytes_per_second",
+    "save_bytes_per_second",
+    "read_p99_seconds",
+    "queued_requests",
+    "used_ratio",
+    "errors_per_second",
+)
+# What is kept of the nodes for the window.
+_KEPT_FAMILIES: Final = ("kvstore_node_requests_total", "kvstore_node_transfer_bytes_total", "kvstore_evicted_bytes_total")
+
+
+class Collector:
+    """`load_map` is asked at each poll, so that a new epoch is seen; `clients` are addresses of /metrics pages."""
+
+    def __init__(
+        self,
+        load_map: Callable[[], ClusterMap],
+        clients: Sequence[str] = (),
+        *,
+        interval_seconds: float = 5.0,
+        timeout_seconds: float = 5.0,
+    ) -> None:
+        self._load_map = load_map
+        self._clients = tuple(clients)
+        self.interval_seconds = interval_seconds
+        self._timeout = timeout_seconds
+        self.map = load_map()
+        self._placement: Placement | None = None
+        self._lock = threading.Lock()
+        self._polling = threading.Lock()  # one look at a time, and `losses` between looks
+        self._frame: Data | None = None
+        self._reports: list[NodeReport] = []
+        self._answered: dict[str, float] = {}  # node id or client URL -> when it last answered
+        self._client_values: dict[str, Mapping[str, float]] = {}
+        self._at: float | None = None  # when the newest frame was complete
+        self._asked: float | None = None  # when its questions went out
+        self._window: deque[tuple[float, float, dict[str, float], dict[str, float]]] = deque()  # end, seconds, nodes, clients
+        self._history: deque[Data] = deque(maxlen=FRAMES_MAX)
+        self._node_history: dict[str, deque[tuple[float | None, ...]]] = {}
+        self._events: deque[Data] = deque(maxlen=EVENTS_MAX)
+        self._firing: dict[tuple[str, str], Health] = {}
+        self._status: tuple[str, str] | None = None  # word, since
+        self.watched_since = rfc3339_now()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.fault = ""  # what the last poll could not do
+
+    # --- life ---
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kvstore-collector", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(2 * self._timeout + 1)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stop.wait(max(0.0, due - time.monotonic())):
+            due = max(due + self.interval_seconds, time.monotonic())
+            try:
+                self.poll()
+                self.fault = ""
+            except Exception as error:  # the page goes on and says how old its data is
+                self.fault = f"{type(error).__name__}: {error}"
+
+    # --- what others read ---
+
+    @property
+    def frame(self) -> Data | None:
+        """The newest, None before the first poll; not to be changed."""
+        return self._frame
+
+    def age_seconds(self) -> float | None:
+        """Of the newest frame."""
+        at = self._at
+        return None if at is None else time.monotonic() - at
+
+    def events(self) -> list[Data]:
+        """Newest first."""
+        with self._lock:
+            return list(self._events)[::-1]
+
+    def history(self) -> dict[str, list[Any]]:
+        """Series by name, all as long as "unix_seconds"."""
+        with self._lock:
+            frames = list(self._history)
+        names = [name for name in frames[-1] if name != "kept"] if frames else []
+        columns: dict[str, list[Any]] = {name: [frame[name] for frame in frames] for name in names}
+        for name in sorted({name for frame in frames for name in frame["kept"]}):
+            columns[f"kept_seconds.{name}"] = [frame["kept"].get(name) for frame in frames]
+        return columns
+
+    def node_history(self, node_id: str) -> dict[str, list[float | None]] | None:
+        with self._lock:
+            rows = list(self._node_history.get(node_id, ()))
+        return {name: [row[at] for row in rows] for at, name in enumerate(("unix_seconds", *NODE_SERIES))} if rows else None
+
+    def losses(self, without: Sequence[str] = ()) -> Losses:
+        """What may be lost beside what is down already and the nodes named here."""
+        with self._polling:
+            if self._placement is None:
+                self._placement = Placement(self.map)
+            down = {report.node.ordinal for report in self._reports if not report.up}
+            return self._placement.losses_survived(down | {self.map.node(name).ordinal for name in without})
+
+    # --- one look ---
+
+    def poll(self) -> Data:
+        with contextlib.suppress(KvstoreError):  # a map file being replaced: the old one goes on
+            found = self._load_map()
+            if found != self.map:
+                if found.epoch != self.map.epoch:
+                    self._tell("INFO", "map", "cluster", f"epoch {found.epoch}, was {self.map.epoch}")
+                with self._polling:
+                    self.map, self._placement, self._reports = found, None, []
+        asked = time.monotonic()
+        clients_thread = _Later(lambda: ask_clients(self._clients, self._timeout))
+        reports = ask_nodes(self.map, self._timeout)
+        clients = clients_thread.result()
+        now, unix = time.monotonic(), time.time()
+        seconds = 0.0 if self._asked is None else asked - self._asked
+        self._asked = asked
+        earlier = {report.node.id: report for report in self._reports}
+        rows, moved = self._nodes(reports, earlier, seconds, now)
+        client_counts = self._count_clients(clients, now)
+        node_counts = added_up(moved)
+        self._slide(now, seconds, node_counts, client_counts)
+        health = self._health(reports, earlier)
+        with self._polling:
+            self._reports = reports
+        losses = self.losses()
+        up = [report for report in reports if report.up]
+        window, window_seconds = self._window_counts(3), sum(part[1] for part in self._window)
+        used, capacity = sum(report.used_bytes for report in up), sum(report.capacity_bytes for report in up)
+        word, since = self._status or ("OK", self.watched_since)
+        frame: Data = {
+            "time": rfc3339_now(),
+            "unix_seconds": unix,
+            "interval_seconds": seconds or None,
+            "watched_since": self.watched_since,
+            "status": word,
+            "status_since": since,
+            "k": self.map.k,
+            "m": self.map.m,
+            "nodes_up": len(up),
+            "nodes_total": len(reports),
+            "hosts_losable": losses.hosts,
+            "nodes_losable": losses.nodes,
+            "readable": losses.readable,
+            "losses": str(losses),
+            "space": {
+                "used_bytes": used,
+                "capacity_bytes": capacity,
+                "used_ratio": ratio(used, capacity),
+                "cache_bytes": used * self.map.k // (self.map.k + self.map.m),
+            },
+            "traffic": {
+                **traffic_of(Counts(node_counts) if moved else None, seconds),
+                "errors": errors_of(self._window_counts(2)),
+                "window_seconds": window_seconds,
+            },
+            "hits": hits_of(clients, window, seconds, window_seconds, Counts(client_counts)),
+            "classes": class_rows(up, window),
+            "owners": owner_rows(up, window),
+            "clients": [self._client_row(client, now) for client in clients],
+            "nodes": rows,
+            "health": [vars(check) for check in health],
+        }
+        self._keep(frame, unix)
+        self._frame, self._at = frame, now
+        return frame
+
+    def _nodes(
+        self, reports: Sequence[NodeReport], earlier: Mapping[str, NodeReport], seconds: float, now: float
+    ) -> tuple[list[Data], list[dict[str, float]]]:
+        rows, moved = [], []
+        for report in reports:
+            before = earlier.get(report.node.id)
+            counts = _between(before, report, seconds)
+            if report.up:
+                self._answered[report.node.id] = now
+                if before is not None and before.up and before.pid != report.pid:
+                    self._tell("INFO", "node", report.node.id, f"started again, pid {report.pid}")
+                if before is not None and before.up and before.version != report.version:
+                    self._tell("INFO", "node", report.node.id, f"version {report.version}, was {before.version}")
+            if counts is not None:
+                moved.append(counts)
+            answered = self._answered.get(report.node.id)
+            age = None if answered is None else now - answered
+            rows.append(node_row(report, self.map.epoch, None if counts is None else Counts(counts), seconds, age))
+        return rows, moved
+
+    def _count_clients(self, clients: Sequence[ClientReport], now: float) -> dict[str, float]:
+        """What they counted since the look before. One that was away in between is counted from this look on."""
+        parts = []
+        for client in clients:
+            before = self._client_values.pop(client.url, None)
+            known = client.url in self._answered
+            if client.up:
+                if before is not None:
+                    parts.append(added(before, client.values))
+                elif known:
+                    self._tell("INFO", "client", client.url, "answers again")
+                self._client_values[client.url] = client.values
+                self._answered[client.url] = now
+            elif before is not None:
+                self._tell("INFO", "client", client.url, f"does not answer: {client.error}")
+        return added_up(parts)
+
+    def _client_row(self, client: ClientReport, now: float) -> Data:
+        answered = self._answered.get(client.url)
+        counts = Counts(client.values)
+        return {
+            "url": client.url,
+            "state": "up" if client.up else "down",
+            "error": client.error or None,
+            "age_seconds": None if answered is None else now - answered,
+            "connected_nodes": counts.sum("kvstore_agent_connected_nodes") if client.up else None,
+            "queued_requests": counts.sum("kvstore_agent_queued_requests") if client.up else None,
+        }
+
+    def _slide(self, now: float, seconds: float, nodes: Mapping[str, float], clients: Mapping[str, float]) -> None:
+        kept = {key: value for key, value in nodes.items() if value and key.startswith(_KEPT_FAMILIES)}
+        if seconds:
+            self._window.append((now, seconds, kept, {key: value for key, value in clients.items() if value}))
+        while self._window and now - self._window[0][0] > WINDOW_SECONDS:
+            self._window.popleft()
+
+    def _window_counts(self, part: int) -> Counts:
+        return Counts(added_up([each[part] for each in self._window]))  # type: ignore[misc]  # 2 and 3 are the dictionaries
+
+    def _health(self, reports: Sequence[NodeReport], earlier: Mapping[str, NodeReport]) -> list[Health]:
+        """With `since` where nobody said it, and an event for each that begins or ends."""
+        health, now = evaluate(self.map, reports, earlier or None), rfc3339_now()
+        before, self._firing = self._firing, {}
+        for check in health:
+            known = before.pop((check.code, check.subject), None)
+            check.since = check.since or (known.since if known else now)
+            self._firing[check.code, check.subject] = check
+            if known is None or known.severity != check.severity:
+                self._tell(check.severity, "health", check.subject, f"{check.code} {check.summary}", check.code)
+        for check in before.values():
+            self._tell("OK", "health", check.subject, f"{check.code} is over", check.code)
+        word = overall(health)
+        if self._status is None or self._status[0] != word:
+            self._status = (word, now)
+        return health
+
+    def _tell(self, severity: str, kind: str, subject: str, text: str, code: str | None = None) -> None:
+        event = {"time": rfc3339_now(), "unix_seconds": time.time(), "severity": severity, "kind": kind, "subject": subject, "text": text}
+        with self._lock:
+            self._events.append({**event, "code": code})
+
+    def _keep(self, frame: Data, unix: float) -> None:
+        hits, traffic = frame["hits"], frame["traffic"]
+        slim: Data = {
+            "unix_seconds": unix,
+            "hit_ratio": hits["hit_ratio_now"],
+            "load_p99_seconds": hits["load_p99_seconds_now"],
+            "read_p50_seconds": traffic["read_p50_seconds"],
+            "read_p99_seconds": traffic["read_p99_seconds"],
+            "load_bytes_per_second": traffic["load_bytes_per_second"],
+            "save_bytes_per_second": traffic["save_bytes_per_second"],
+            "evicted_bytes_per_second": traffic["evicted_bytes_per_second"],
+            "errors_per_second": traffic["errors_per_second"],
+            "used_ratio": frame["space"]["used_ratio"],
+            "nodes_up": frame["nodes_up"],
+            "kept": {row["retention_class"]: row["kept_seconds"] for row in frame["classes"]},
+        }
+        with self._lock:
+            self._history.append(slim)
+            ids = {row["id"] for row in frame["nodes"]}
+            for name in self._node_history.keys() - ids:
+                del self._node_history[name]
+            for row in frame["nodes"]:
+                kept = self._node_history.setdefault(row["id"], deque(maxlen=FRAMES_MAX))
+                kept.append((unix, *(row[name] for name in NODE_SERIES)))
+
+
+class _Later:
+    """A call on a thread of its own, while this one does something else."""
+
+    def __init__(self, call: Callable[[], list[ClientReport]]) -> None:
+        self._found: list[ClientReport] = []
+        self._thread = threading.Thread(target=lambda: self._found.extend(call()), name="kvstore-clients", daemon=True)
+        self._thread.start()
+
+    def result(self) -> list[ClientReport]:
+        self._thread.join()
+        return self._found
+
+
+def _between(before: NodeReport | None, after: NodeReport, seconds: float) -> dict[str, float] | None:
+    """What a node counted since the look before; None where that cannot be known: a first look, or away at the last one."""
+    if not after.up or seconds <= 0:
+        return None
+    if before is not None and before.up and before.pid == after.pid:
+        return added(before.values, after.values)
+    if before is not None and after.uptime_seconds <= seconds:  # began in this interval
+        return added({}, after.values)
+    return None

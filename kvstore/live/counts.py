@@ -1,0 +1,74 @@
+"""What one process counted: samples by family and labels, and what was added between two looks, restarts not counted as falls."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Final
+
+_LABEL: Final = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED: Final = re.compile(r'[\\"]')
+_CUMULATIVE: Final = ("_total", "_count", "_sum", "_bucket")
+
+Labels = Mapping[str, str]
+
+
+@lru_cache(maxsize=65_536)
+def split(key: str) -> tuple[str, Labels]:
+    """The name and labels of `name{label="value",...}`."""
+    name, _, inner = key.partition("{")
+    return name, {label: re.sub(r"\\(.)", r"\1", value) for label, value in _LABEL.findall(inner)}
+
+
+def joined(name: str, labels: Labels) -> str:
+    """The other way round."""
+    written = ((label, _ESCAPED.sub(r"\\\g<0>", value)) for label, value in labels.items())
+    inner = ",".join(f'{label}="{value}"' for label, value in written)
+    return f"{name}{{{inner}}}" if inner else name
+
+
+class Counts:
+    """Numbers by family; asked by name and by labels that must be so."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._families: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
+        for key, value in values.items():
+            name, labels = split(key)
+            self._families[name].append((labels, value))
+
+    def sum(self, name: str, **labels: str) -> float:
+        return sum(value for found, value in self._families.get(name, ()) if labels.items() <= found.items())
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """Sums by the values of one label."""
+        sums: dict[str, float] = defaultdict(float)
+        for found, value in self._families.get(name, ()):
+            if label in found and labels.items() <= found.items():
+                sums[found[label]] += value
+        return dict(sums)
+
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """Of a histogram: upper bound -> cumulative count."""
+        return {float(bound): count for bound, count in self.by(f"{name}_bucket", "le", **labels).items()}
+
+
+def added(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What counters counted in between. One that fell belongs to a process that started again: all of its numbers then count from 0."""
+    falls = any(value < before.get(key, 0.0) for key, value in after.items() if is_counter(key))
+    base: Mapping[str, float] = {} if falls else before
+    return {key: value - base.get(key, 0.0) for key, value in after.items() if is_counter(key)}
+
+
+def is_counter(key: str) -> bool:
+    return key.partition("{")[0].endswith(_CUMULATIVE)
+
+
+def merged(parts: Iterable[Mapping[float, float]]) -> list[tuple[float, float]]:
+    """Histograms of several processes as one, in order of the bounds: for `quantile` of kvstore/cli/stats.py."""
+    sums: dict[float, float] = defaultdict(float)
+    for part in parts:
+        for bound, count in part.items():
+            sums[bound] += count
+    return sorted(sums.items())
