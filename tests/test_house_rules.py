@@ -23,6 +23,7 @@ RANKS = {
     "replay": 3,
     "live": 3,
     "demo": 3,
+    "report": 3,
     "__main__": 4,
 }
 LEAF = "kvstore.kernels"
