@@ -12,13 +12,13 @@ from client_tools import SMALL, chain, load, store
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.cli.stats import quantile
 from kvstore.client import Client
 from kvstore.client.metrics import serve_metrics
+from kvstore.cluster_view import merged, quantile
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import UsageError
 from kvstore.live.collector import Collector
-from kvstore.live.counts import Counts, added, joined, merged, split
+from kvstore.live.counts import Counts, added, joined, split
 from kvstore.live.scrape import ask_clients, client_url, parse
 from kvstore.server.local import LocalCluster
 
@@ -131,15 +131,13 @@ def test_labels_survive_being_written_and_read(labels: dict[str, str]) -> None:
 
 
 def test_quantiles_come_from_the_histograms_of_all_processes_together() -> None:
-    def histogram(*counts: float) -> Counts:
-        return Counts(
-            {joined("h_seconds_bucket", {"le": bound}): count for bound, count in zip(("0.1", "1.0", "+Inf"), counts, strict=True)}
-        )
+    def histogram(*counts: float) -> dict[str, float]:
+        return {joined("h_seconds_bucket", {"le": bound}): count for bound, count in zip(("0.1", "1.0", "+Inf"), counts, strict=True)}
 
-    both = merged([histogram(98, 98, 98).buckets("h_seconds"), histogram(0, 2, 2).buckets("h_seconds")])
+    both = Counts(merged([histogram(98, 98, 98), histogram(0, 2, 2)])).buckets("h_seconds")
     assert both == [(0.1, 98), (1.0, 100), (float("inf"), 100)]
     assert quantile(both, 0.5) == pytest.approx(0.1 * 50 / 98) and quantile(both, 0.99) == pytest.approx(0.1 + 0.9 * 1 / 2)
-    assert quantile(merged([]), 0.99) is None
+    assert quantile(Counts({}).buckets("h_seconds"), 0.99) is None
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.cli.cluster import NodeReport, ask_nodes
 from kvstore.cli.health import evaluate, overall
 from kvstore.cli.output import Health, rfc3339_now
+from kvstore.cluster_view import group_lists, merged, retention, space
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import KvstoreError
 from kvstore.live.counts import Counts, added
-from kvstore.live.frame import Data, added_up, class_rows, errors_of, hits_of, node_row, owner_rows, ratio, traffic_of
+from kvstore.live.frame import Data, class_rows, errors_of, hits_of, node_row, owner_rows, ratio, traffic_of
 from kvstore.live.scrape import ClientReport, ask_clients
 from kvstore.placement import Losses, Placement
 
@@ -55,6 +59,7 @@ class Collector:
         self._timeout = timeout_seconds
         self.map = load_map()
         self._placement: Placement | None = None
+        self._lists: NDArray[np.int32] | None = None  # the map's groups
         self._lock = threading.Lock()
         self._polling = threading.Lock()  # one look at a time, and `losses` between looks
         self._frame: Data | None = None
@@ -144,7 +149,7 @@ class Collector:
                 if found.epoch != self.map.epoch:
                     self._tell("INFO", "map", "cluster", f"epoch {found.epoch}, was {self.map.epoch}")
                 with self._polling:
-                    self.map, self._placement, self._reports = found, None, []
+                    self.map, self._placement, self._lists, self._reports = found, None, None, []
         asked = time.monotonic()
         clients_thread = _Later(lambda: ask_clients(self._clients, self._timeout))
         reports = ask_nodes(self.map, self._timeout)
@@ -155,7 +160,7 @@ class Collector:
         earlier = {report.node.id: report for report in self._reports}
         rows, moved = self._nodes(reports, earlier, seconds, now)
         client_counts = self._count_clients(clients, now)
-        node_counts = added_up(moved)
+        node_counts = merged(moved)
         self._slide(now, seconds, node_counts, client_counts)
         health = self._health(reports, earlier)
         with self._polling:
@@ -163,7 +168,7 @@ class Collector:
         losses = self.losses()
         up = [report for report in reports if report.up]
         window, window_seconds = self._window_counts(3), sum(part[1] for part in self._window)
-        used, capacity = sum(report.used_bytes for report in up), sum(report.capacity_bytes for report in up)
+        there, kept = space(reports), retention(self.map, reports, self._groups())
         word, since = self._status or ("OK", self.watched_since)
         frame: Data = {
             "time": rfc3339_now(),
@@ -181,10 +186,10 @@ class Collector:
             "readable": losses.readable,
             "losses": str(losses),
             "space": {
-                "used_bytes": used,
-                "capacity_bytes": capacity,
-                "used_ratio": ratio(used, capacity),
-                "cache_bytes": used * self.map.k // (self.map.k + self.map.m),
+                **there.data(),
+                "used_ratio": ratio(there.used_bytes, there.capacity_bytes),
+                "cache_bytes": there.used_bytes * self.map.k // (self.map.k + self.map.m),
+                "evicting": there.evicting,
             },
             "traffic": {
                 **traffic_of(Counts(node_counts) if moved else None, seconds),
@@ -192,7 +197,7 @@ class Collector:
                 "window_seconds": window_seconds,
             },
             "hits": hits_of(clients, window, seconds, window_seconds, Counts(client_counts)),
-            "classes": class_rows(up, window),
+            "classes": class_rows(kept, window, {name: each.keep_seconds for name, each in self.map.classes.items()}),
             "owners": owner_rows(up, window),
             "clients": [self._client_row(client, now) for client in clients],
             "nodes": rows,
@@ -201,6 +206,11 @@ class Collector:
         self._keep(frame, unix)
         self._frame, self._at = frame, now
         return frame
+
+    def _groups(self) -> NDArray[np.int32]:
+        if self._lists is None:
+            self._lists = group_lists(self.map)
+        return self._lists
 
     def _nodes(
         self, reports: Sequence[NodeReport], earlier: Mapping[str, NodeReport], seconds: float, now: float
@@ -237,7 +247,7 @@ class Collector:
                 self._answered[client.url] = now
             elif before is not None:
                 self._tell("INFO", "client", client.url, f"does not answer: {client.error}")
-        return added_up(parts)
+        return merged(parts)
 
     def _client_row(self, client: ClientReport, now: float) -> Data:
         answered = self._answered.get(client.url)
@@ -259,7 +269,7 @@ class Collector:
             self._window.popleft()
 
     def _window_counts(self, part: int) -> Counts:
-        return Counts(added_up([each[part] for each in self._window]))  # type: ignore[misc]  # 2 and 3 are the dictionaries
+        return Counts(merged([each[part] for each in self._window]))  # type: ignore[misc]  # 2 and 3 are the dictionaries
 
     def _health(self, reports: Sequence[NodeReport], earlier: Mapping[str, NodeReport]) -> list[Health]:
         """With `since` where nobody said it, and an event for each that begins or ends."""
@@ -297,7 +307,7 @@ class Collector:
             "errors_per_second": traffic["errors_per_second"],
             "used_ratio": frame["space"]["used_ratio"],
             "nodes_up": frame["nodes_up"],
-            "kept": {row["retention_class"]: row["kept_seconds"] for row in frame["classes"]},
+            "kept": {row["retention_class"]: row["attained_seconds"] or row["oldest_seconds"] for row in frame["classes"]},
         }
         with self._lock:
             self._history.append(slim)

@@ -1,10 +1,10 @@
-"""What one process counted: samples by family and labels, and what was added between two looks, restarts not counted as falls."""
+"""Samples by family and labels, looked up often; and what a process added between two looks, a restart not counted as a fall."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
@@ -49,9 +49,9 @@ class Counts:
                 sums[found[label]] += value
         return dict(sums)
 
-    def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """Of a histogram: upper bound -> cumulative count."""
-        return {float(bound): count for bound, count in self.by(f"{name}_bucket", "le", **labels).items()}
+    def buckets(self, name: str, **labels: str) -> list[tuple[float, float]]:
+        """Of a histogram: (upper bound, cumulative count), in order; for `quantile` of kvstore/cluster_view.py."""
+        return sorted((float(bound), count) for bound, count in self.by(f"{name}_bucket", "le", **labels).items())
 
 
 def added(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
@@ -63,12 +63,3 @@ def added(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
 
 def is_counter(key: str) -> bool:
     return key.partition("{")[0].endswith(_CUMULATIVE)
-
-
-def merged(parts: Iterable[Mapping[float, float]]) -> list[tuple[float, float]]:
-    """Histograms of several processes as one, in order of the bounds: for `quantile` of kvstore/cli/stats.py."""
-    sums: dict[float, float] = defaultdict(float)
-    for part in parts:
-        for bound, count in part.items():
-            sums[bound] += count
-    return sorted(sums.items())

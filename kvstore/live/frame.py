@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvstore.cli.cluster import NodeReport
-from kvstore.cli.health import evicted_early
-from kvstore.cli.stats import quantile
-from kvstore.live.counts import Counts, merged
+from kvstore.cluster_view import ClassRetention, quantile
+from kvstore.live.counts import Counts
 from kvstore.live.scrape import ClientReport
 
 MISS_REASONS: Final = ("unknown", "expired", "evicted", "lost_shards", "fidelity", "window", "tail", "deadline")
@@ -48,7 +47,7 @@ def traffic_of(counts: Counts | None, seconds: float) -> Data:
     known = counts is not None and seconds > 0
     counts = counts or Counts({})
     reads = counts.sum(f"{READ}_count", op="read")
-    buckets = merged([counts.buckets(READ, op="read")])
+    buckets = counts.buckets(READ, op="read")
     values: Data = {
         "load_bytes_per_second": counts.sum("kvstore_node_transfer_bytes_total", direction="out"),
         "save_bytes_per_second": counts.sum("kvstore_node_transfer_bytes_total", direction="in"),
@@ -109,8 +108,8 @@ def hits_of(clients: Sequence[ClientReport], window: Counts, seconds: float, win
     hit = window.sum("kvstore_hit_tokens_total")
     now = last.sum("kvstore_lookup_tokens_total")
     by_tier = window.by("kvstore_hit_tokens_total", "tier")
-    loads = merged([window.buckets("kvstore_load_duration_seconds")])
-    lookups = merged([window.buckets("kvstore_lookup_duration_seconds")])
+    loads = window.buckets("kvstore_load_duration_seconds")
+    lookups = window.buckets("kvstore_lookup_duration_seconds")
     fallbacks = dict.fromkeys(FALLBACK_REASONS, 0.0) | window.by("kvstore_load_fallbacks_total", "reason")
     missed = window.by("kvstore_missed_tokens_total", "reason")
     told = any(key.startswith("kvstore_missed_tokens_total") for client in clients for key in client.values)
@@ -128,7 +127,7 @@ def hits_of(clients: Sequence[ClientReport], window: Counts, seconds: float, win
         "lookup_p99_seconds": quantile(lookups, 0.99),
         "load_p50_seconds": quantile(loads, 0.5),
         "load_p99_seconds": quantile(loads, 0.99),
-        "load_p99_seconds_now": quantile(merged([last.buckets("kvstore_load_duration_seconds")]), 0.99),
+        "load_p99_seconds_now": quantile(last.buckets("kvstore_load_duration_seconds"), 0.99),
         "loads": loads[-1][1] if loads else 0.0,
         "fallbacks": fallbacks if clients else None,
         "short_hit_tokens": window.sum("kvstore_short_hit_tokens_total"),
@@ -142,29 +141,18 @@ def _window_hits(window: Counts) -> float | None:
     return ratio(asked.get("hit", 0.0), sum(asked.values()))
 
 
-def class_rows(up: Sequence[NodeReport], window: Counts) -> list[Data]:
-    """Classes that hold something or are asked for. `kept_seconds` is of the node that keeps the class the shortest."""
-    rows: dict[str, Data] = {}
-
-    def row(name: str) -> Data:
-        empty = {"retention_class": name, "kept_seconds": None, "contract_seconds": None, "evicted_early_bytes": 0.0}
-        return rows.setdefault(name, {**empty, "lookup_tokens": 0.0, "hit_ratio": None})
-
-    contracts: dict[str, float] = {}
-    for report in up:
-        contracts |= report.by_label("kvstore_retention_contract_seconds", "retention_class")
-        for name, seconds in report.by_label("kvstore_retention_seconds", "retention_class").items():
-            if seconds:
-                one = row(name)
-                one["kept_seconds"] = min(one["kept_seconds"] or seconds, seconds)
-                one["evicted_early_bytes"] += evicted_early(report, name)
-    hits = window.by("kvstore_hit_tokens_total", "retention_class")
-    for name, tokens in window.by("kvstore_lookup_tokens_total", "retention_class").items():
-        if tokens:
-            row(name).update(lookup_tokens=tokens, hit_ratio=ratio(hits.get(name, 0.0), tokens))
-    for name, one in rows.items():
-        one["contract_seconds"] = contracts.get(name) or None
-    return sorted(rows.values(), key=lambda one: (-one["lookup_tokens"], one["retention_class"]))
+def class_rows(kept: Sequence[ClassRetention], window: Counts, contracts: Mapping[str, float]) -> list[Data]:
+    """Classes that hold something, lost something or are asked for. `attained_seconds` null: nothing that matters was dropped for room."""
+    fields = ("retention_class", "contract_seconds", "attained_seconds", "oldest_seconds", "used_bytes", "reached_ratio", "short")
+    rows: dict[str, Data] = {each.retention_class: {field: getattr(each, field) for field in fields} for each in kept}
+    hits, tokens = (window.by(f"kvstore_{word}_tokens_total", "retention_class") for word in ("hit", "lookup"))
+    for name in tokens:
+        if tokens[name] and name not in rows:
+            known = {"retention_class": name, "contract_seconds": contracts.get(name) or None, "short": False}
+            rows[name] = {**dict.fromkeys(fields), **known}
+    for name, row in rows.items():
+        row.update(lookup_tokens=tokens.get(name, 0.0), hit_ratio=ratio(hits.get(name, 0.0), tokens.get(name, 0.0)))
+    return sorted(rows.values(), key=lambda row: (-row["lookup_tokens"], row["retention_class"]))
 
 
 def owner_rows(up: Sequence[NodeReport], window: Counts) -> list[Data]:
@@ -180,12 +168,3 @@ def owner_rows(up: Sequence[NodeReport], window: Counts) -> list[Data]:
     found = [{"owner": name, **row, "hit_ratio": ratio(row["hit_tokens"], row["lookup_tokens"])} for name, row in rows.items()]
     known = [row for row in found if row["lookup_tokens"] or any(row[field] for field in OWNER_LIMITS)]
     return sorted(known, key=lambda row: (-row["lookup_tokens"], -row["used_bytes"], row["owner"]))
-
-
-def added_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Flat samples of several processes or intervals as one."""
-    sums: dict[str, float] = defaultdict(float)
-    for part in parts:
-        for key, value in part.items():
-            sums[key] += value
-    return sums
