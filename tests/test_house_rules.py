@@ -22,6 +22,7 @@ RANKS = {
     "cli": 3,
     "replay": 3,
     "live": 3,
+    "plan": 3,
     "demo": 3,
     "report": 3,
     "__main__": 4,

@@ -38,6 +38,39 @@ def generate_blocks(keys: _U8, block_bytes: int, out: _U8, salt: int = 0) -> Non
 def verify_blocks(keys: _U8, block_bytes: int, blocks: _U8, salt: int = 0) -> int:
     """Index of the first row that differs from what generate_blocks makes, or -1."""
 
+# --- plan_curve.cpp, plan_policy.cpp: plain reference in plan_reference.py. ValueError for arrays that do not fit.
+# A trace is dense block ids (0 .. unique - 1) of all prompts back to back and, for each request, where its ids end.
+
+def plan_reuse_histogram(ids: _U32, ends: _U64, last_tokens: _U32, unique: int, block_tokens: int, blocks: _U64, tokens: _U64) -> None:
+    """Adds each access to its reuse depth in blocks and tokens (unique + 1): LRU of c blocks holds depths 1 to c; 0: first touches."""
+
+def plan_reuse_depths(ids: _U32, ends: _U64, unique: int, depth: _U32, previous: _U32) -> None:
+    """Fills for each access its depth and the request that touched the block before; 2^32 - 1 for first touches."""
+
+def plan_sample_accesses(
+    ids: _U32, ends: _U64, last_tokens: _U32, keep: _U32, block_tokens: int, out: _U32, out_ends: _U64, out_last: _U32
+) -> int:
+    """Number of accesses kept: those with keep[id] > 0, under the new id keep[id] - 1. out has one place more than ids."""
+
+def plan_simulate(
+    eviction: str,
+    admission: str,
+    ids: _U32,
+    ends: _U64,
+    times_ms: _U64,
+    unique: int,
+    capacity: int,
+    tail_first: bool,
+    limit: float,
+    hits: _U32,
+    written: _U32,
+    held: _U32,
+) -> None:
+    """Fills for each request its leading hits, blocks written, and blocks that were there when they were touched.
+
+    eviction: lru, sieve, s3fifo. admission: always, second-touch (limit: notes kept), write-budget (limit: blocks a day).
+    """
+
 # --- codec.hpp through codec_bind.cpp: use kvstore.erasure, which checks arguments and has a plain twin (zfec). CodecError for misuse.
 
 class Codec:

@@ -1,0 +1,1 @@
+"""From a trace or an access log to decisions: hit rate by capacity, policy and retention, and what to buy."""
