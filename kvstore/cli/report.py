@@ -7,12 +7,14 @@ import csv
 import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.output import Output
 from kvstore.errors import ConfigError, UsageError
+from kvstore.plots import render, svg
+from kvstore.report.charts import charts
 from kvstore.report.database import MEMORY_BYTES, Answer, Database, Period, opened
 from kvstore.report.figures import BY, measure
 from kvstore.report.files import find_logs
@@ -51,6 +53,8 @@ examples:
     )
     add("--format", dest="form", choices=FORMATS, default="text", help="text (default), md, or html: one file that needs no other")
     add("-o", "--output", metavar="FILE", type=Path, help="write there instead of stdout")
+    add("--plots", metavar="DIR", type=Path, help="write the plots there, as files")
+    add("--plot-format", choices=("svg", "png"), default="svg", help="of --plots (default svg)")
     add("--sql", metavar="QUERY", help="one SELECT over the view `access`")
     add("--csv", action="store_true", help="with --sql: comma-separated, all rows")
     add("--memory", metavar="SIZE", default=str(MEMORY_BYTES), help="for the database; beyond it TMPDIR is used (default 1GB)")
@@ -75,7 +79,14 @@ def run(args: argparse.Namespace) -> int:
         _warn(database, out)
     page = log_page(measured, "kvstore report")
     out.result({"measured": measured, "doubts": page.doubts})
-    text = {"text": as_text, "md": as_markdown, "html": as_html}[args.form](page)
+    figures = charts(measured) if args.plots or args.form == "html" else {}
+    if args.plots:
+        _plots(args.plots, figures, args.plot_format, out)
+    text = (
+        {"text": as_text, "md": as_markdown}[args.form](page)
+        if args.form != "html"
+        else as_html(page, [svg(one) for one in figures.values()])
+    )
     if args.output:
         _write(args.output, text)
         out.note(f"written: {args.output}")
@@ -146,6 +157,19 @@ def _csv(answer: Answer) -> None:
     writer.writerow(answer.columns)
     for row in answer.rows():
         writer.writerow(["" if cell is None else cell for cell in row])
+
+
+def _plots(directory: Path, figures: Mapping[str, Any], kind: str, out: Output) -> None:
+    try:
+        directory.mkdir(exist_ok=True)
+        for name, figure in figures.items():
+            path = directory / f"{name}.{kind}"
+            path.write_bytes(render(figure, kind))
+            out.note(f"written: {path}")
+    except OSError as error:
+        raise UsageError(
+            "E100", f"--plots {directory}", (error.strerror or str(error)).lower(), "name a directory that can be made"
+        ) from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -42,7 +42,7 @@ def measure(database: Database, by: Sequence[Sequence[str]]) -> dict[str, Any]:
         "lookup_p99_seconds": _quantile(database, 0.99),
         "reuse_ages": reuse_ages(total),
         "what_if": what_if(total),
-        "what_if_by_class": {str(row["class"]): {"hit_ratio": _ratio(row, "hit_tokens"), "what_if": what_if(row)} for row in classes},
+        "by_class": {str(row["class"]): _class(row) for row in classes},
         "by": {",".join(labels): [_labelled(row, labels) for row in _grouped(database, labels, total)] for labels in by},
     }
 
@@ -144,6 +144,10 @@ def _rates(sums: Mapping[str, Any]) -> dict[str, Any]:
         "miss_tokens": {reason: sums[f"miss_{reason}"] for reason in MISS_REASONS},
         "miss_ratio": {reason: _ratio(sums, f"miss_{reason}") for reason in MISS_REASONS},
     }
+
+
+def _class(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"hit_ratio": _ratio(row, "hit_tokens"), "what_if": what_if(row), "reuse_ages": reuse_ages(row)}
 
 
 def _ratio(sums: Mapping[str, Any], name: str) -> float | None:

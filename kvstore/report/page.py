@@ -105,7 +105,7 @@ def _what_if(measured: Mapping[str, Any]) -> Table:
         return [name, points_of(hit_ratio), *(points_of(each["hit_ratio_at_least"]) for each in rates)]
 
     rows = [row("all", measured["hit_ratio"], measured["what_if"])]
-    rows += [row(printable(name), each["hit_ratio"], each["what_if"]) for name, each in measured["what_if_by_class"].items()]
+    rows += [row(printable(name), each["hit_ratio"], each["what_if"]) for name, each in measured["by_class"].items()]
     rows.append(["all, at most", "", *(points_of(each["hit_ratio_at_most"]) for each in measured["what_if"])])
     note = "hit % at least, with room for all; at most: as if every unknown token had been stored before"
     return Table("What if it were kept for ...", ["class", "now", *days], rows, 1, note)

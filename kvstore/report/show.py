@@ -17,7 +17,9 @@ h1 { font-size: 1.5em; margin: 0 0 .6em } h2 { font-size: 1.1em; margin: 1.6em 0
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15em 1.2em; margin: 0 } dt { opacity: .7 } dd { margin: 0 }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .93em }
 th, td { padding: .18em .7em; text-align: left; border-bottom: 1px solid #8884 } .n { text-align: right; white-space: nowrap }
-p, li { opacity: .8; margin: .2em 0 } figure { margin: 1em 0; background: #fff } svg { max-width: 100%; height: auto }
+p, li { opacity: .8; margin: .2em 0 } td:first-child { white-space: nowrap }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(84mm, 1fr)); gap: .6em; margin: 1em 0 }
+figure { margin: 0; background: #fff } svg { max-width: 100%; height: auto }
 @media print { body { margin: 0; max-width: none; font-size: 10.5px } table, figure { break-inside: avoid } }
 """
 
@@ -57,7 +59,7 @@ def as_html(page: Page, figures: Sequence[str] = ()) -> str:
         f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n<h1>{escape(page.title)}</h1>\n<dl>",
         *(f"<dt>{escape(word)}</dt><dd>{escape(text)}</dd>" for word, text in page.facts),
         "</dl>",
-        *(f"<figure>{figure}</figure>" for figure in figures),
+        '<div class="figures">' + "".join(f"<figure>{figure}</figure>" for figure in figures) + "</div>" if figures else "",
     ]
     for table in page.tables:
         kinds = ["" if at < table.labels else ' class="n"' for at in range(len(table.columns))]
