@@ -336,6 +336,7 @@ void bind_client(nanobind::module_& m) {
       .def("wait", [](Promise& p, double s) { return p.call->wait(nanoseconds(s)); }, "timeout_seconds"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("masks", [](Promise& p) { return array_of(p.call->masks()); })
       .def("answered", [](Promise& p) { return array_of(p.call->answered()); })
+      .def("last_buckets", [](Promise& p) { return array_of(p.call->last_buckets()); })
       .def("owing", [](Promise& p, double s) { return array_of(p.call->owing(nanoseconds(s))); }, "age_seconds"_a)
       .def("pending", [](Promise& p) { return p.call->pending(); });
 

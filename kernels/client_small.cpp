@@ -339,6 +339,7 @@ PromiseCall::PromiseCall(std::shared_ptr<Net> net, const Want& want)
       nodes_(want.nodes, want.nodes + size_t(want.count) * want.shards),
       masks_(want.count),
       answered_(want.count),
+      last_buckets_(want.count),
       short_(want.need ? want.count : 0) {}
 
 void PromiseCall::start() {
@@ -392,6 +393,7 @@ void PromiseCall::on_answer(uint32_t slot, Outcome result, std::span<const uint8
     wire::PromiseAnswer a;
     std::memcpy(&a, body.data() + i * sizeof a, sizeof a);
     if (a.status != uint32_t(Status::OK)) continue;
+    last_buckets_[e] = std::max(last_buckets_[e], a.last_bucket);
     const bool was_short = uint32_t(std::popcount(masks_[e])) < need_;
     masks_[e] |= a.shard_mask & theirs;
     if (was_short && uint32_t(std::popcount(masks_[e])) >= need_) short_--;
@@ -401,6 +403,11 @@ void PromiseCall::on_answer(uint32_t slot, Outcome result, std::span<const uint8
 std::vector<uint64_t> PromiseCall::masks() const {
   std::lock_guard lock(mutex_);
   return masks_;
+}
+
+std::vector<uint32_t> PromiseCall::last_buckets() const {
+  std::lock_guard lock(mutex_);
+  return last_buckets_;
 }
 
 std::vector<uint64_t> PromiseCall::answered() const {

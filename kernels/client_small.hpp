@@ -152,6 +152,7 @@ class PromiseCall final : public Call {
   void start();
   std::vector<uint64_t> masks() const;       // per extent: shards confirmed
   std::vector<uint64_t> answered() const;    // per extent: shards whose node has answered or failed
+  std::vector<uint32_t> last_buckets() const;   // per extent: of its last use before this touch, the newest that a node tells; 0: none does
 
  protected:
   void on_answer(uint32_t slot, Outcome result, std::span<const uint8_t> body) override;
@@ -164,6 +165,7 @@ class PromiseCall final : public Call {
   std::vector<int32_t> nodes_;
   std::vector<std::vector<uint32_t>> asked_;   // per slot: extents
   std::vector<uint64_t> masks_, answered_;
+  std::vector<uint32_t> last_buckets_;
   uint32_t short_;                             // extents with fewer than need
 };
 

@@ -1,7 +1,7 @@
 // The server of one storage daemon: speaks kernels/wire.hpp, stands on kernels/store.hpp. docs/PROTOCOL.md is the text to it.
 //
 // Threads, each with what it alone touches:
-//   small  x 1   accepts, greets, and answers DISCOVER, PROMISE, WITHDRAW inline (server_small.cpp)
+//   small  x 1   accepts, greets, and answers DISCOVER, PROMISE, WITHDRAW, WHY inline (server_small.cpp)
 //   bulk   x n   READ and WRITE; a connection belongs to one of them for life (server_bulk.cpp)
 //   write  x n   Store::put of records received whole (server_write.hpp): a commit never stalls a read
 //   direct x 1   with the direct engine only: the io_uring (io_direct.cpp)

@@ -1,4 +1,4 @@
-// Accepting, HELLO, DISCOVER, PROMISE, WITHDRAW.
+// Accepting, HELLO, DISCOVER, PROMISE, WITHDRAW, WHY.
 #include "server_small.hpp"
 
 #include <errno.h>
@@ -219,6 +219,7 @@ Status SmallLoop::answer(Conn& conn, const wire::FrameHeader& header, const uint
   switch (wire::Verb(header.verb)) {
     case wire::Verb::DISCOVER: return discover(conn, header, body);
     case wire::Verb::PROMISE: return promise(conn, header, body);
+    case wire::Verb::WHY: return why(conn, header, body);
     default: return withdraw(conn, header, body);
   }
 }
@@ -282,6 +283,19 @@ Status SmallLoop::promise(Conn& conn, const wire::FrameHeader& header, const uin
   std::memcpy(names_.data(), body + sizeof request, names_.size() * sizeof(wire::WritingName));
   result_.assign(names_.size() * sizeof(wire::PromiseAnswer), 0);
   shared_.store.promise(request, names_.data(), reinterpret_cast<wire::PromiseAnswer*>(result_.data()));
+  append_reply(conn, header, result_);
+  return Status::OK;
+}
+
+Status SmallLoop::why(Conn& conn, const wire::FrameHeader& header, const uint8_t* body) {
+  wire::WhyRequest request;
+  if (header.body_bytes < sizeof request) return Status::BAD_REQUEST;
+  std::memcpy(&request, body, sizeof request);
+  if (request.count > wire::WHY_KEYS_MAX) return Status::TOO_LARGE;
+  if (header.body_bytes != sizeof request + uint64_t(request.count) * KEY_BYTES || request.zero) return Status::BAD_REQUEST;
+  Owner owner;
+  std::memcpy(owner.data(), request.owner, owner.size());
+  shared_.store.why(owner, body + sizeof request, request.count, result_);
   append_reply(conn, header, result_);
   return Status::OK;
 }

@@ -214,7 +214,7 @@ void StoreImpl::promise(const wire::PromiseRequest& request, const wire::Writing
         EntryFixed first{};
         known = {lookup_writing(reader, name, first), first.bucket, first.retention_class};
       }
-      answers[i] = {uint32_t(known.shard_mask ? Status::OK : Status::NOT_FOUND), 0, known.shard_mask};
+      answers[i] = {uint32_t(known.shard_mask ? Status::OK : Status::NOT_FOUND), known.shard_mask ? known.bucket : 0, known.shard_mask};
       if (!known.shard_mask) continue;
       if (pin && !renewed) {
         const Pins::Pinned pinned = pins_.pin(name, now, until);
@@ -242,7 +242,7 @@ void StoreImpl::promise(const wire::PromiseRequest& request, const wire::Writing
       if (!answers[i].shard_mask) continue;
       EntryFixed first{};
       answers[i].shard_mask = lookup_writing(reader, name_key(owner, names[i].extent_key, names[i].write_id), first);
-      if (!answers[i].shard_mask) answers[i].status = uint32_t(Status::NOT_FOUND);
+      if (!answers[i].shard_mask) answers[i] = {uint32_t(Status::NOT_FOUND), 0, 0};
     }
   });
   if (!looked)

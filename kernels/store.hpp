@@ -69,6 +69,8 @@ class Store {
   virtual void discover(const Owner& owner, const uint8_t* keys, uint32_t count, std::vector<uint8_t>& out) = 0;
   virtual void promise(const wire::PromiseRequest& request, const wire::WritingName* names, wire::PromiseAnswer* answers) = 0;
   virtual void withdraw(const Owner& owner, const wire::WritingName* names, uint32_t count, uint32_t* statuses) = 0;
+  // What is remembered of writings that began with these keys and went: a WHY reply's body goes to `out`.
+  virtual void why(const Owner& owner, const uint8_t* keys, uint32_t count, std::vector<uint8_t>& out) = 0;
   virtual Status open_read(const Owner& owner, const wire::ReadExtent& extent, ReadRef& out) = 0;
   // `record` is 4 KiB-aligned memory of at least align_up(bytes, 4096); padding is zeroed here. Checks everything, writes, commits.
   virtual Status put(uint8_t* record, uint64_t bytes) = 0;

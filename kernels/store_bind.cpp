@@ -181,13 +181,14 @@ nb::list evict(Store& store, const nb::list& rows, uint32_t reason) {
 
 nb::list ghosts(Store& store, const nb::bytes& owner, Keys keys) {
   const Owner tag = fixed<OWNER_BYTES>(owner, "owner");
-  std::vector<GhostReason> reasons;
+  std::vector<std::pair<uint32_t, GhostRow>> found;
   {
     nb::gil_scoped_release free;
-    reasons = impl(store).ghosts(tag, keys.data(), uint32_t(keys.shape(0)));
+    found = impl(store).ghosts(tag, keys.data(), uint32_t(keys.shape(0)));
   }
   nb::list out;
-  for (GhostReason r : reasons) out.append(uint32_t(r));
+  for (const auto& [at, row] : found)
+    out.append(nb::make_tuple(at, uint32_t(row.reason), uint32_t(row.retention_class), row.last_bucket, to_bytes(row.tags, row.block_count)));
   return out;
 }
 
@@ -375,7 +376,7 @@ void bind_store(nb::module_& m) {
       .def("peek", &peek, arg("retention_class"), arg("owner"), arg("limit"), arg("after") = nb::bytes("", 0),
            "[(bucket, row, bytes)], first to go first")
       .def("evict", &evict, arg("rows"), arg("reason"), "[(ordinal in rows, class, bytes, age seconds)] of those that went")
-      .def("ghosts", &ghosts, arg("owner"), arg("keys"), "[reason]: 0 unknown, 1 expired, 2 evicted, 3 withdrawn, 4 corrupt")
+      .def("ghosts", &ghosts, arg("owner"), arg("keys"), "[(index of the key, reason, class, bucket of last use, one byte of each block's tag)], newest first for each key")
       .def("set_pressure_at", [](Store& s, uint64_t bytes) { impl(s).set_pressure_at(bytes); }, arg("bytes"))
       .def("wait_pressure", [](Store& s, double timeout) { return impl(s).wait_pressure(timeout); }, arg("timeout_seconds"), release())
       .def("usage", &usage, "(used, zombie, capacity, disk free: bytes; index share)")

@@ -136,6 +136,9 @@ Status StoreImpl::insert_entry(MDB_txn* txn, MDB_cursor* cursor, const PutOp& op
 // In `txn`: the entry and its recency row go, its place is noted as free.
 void StoreImpl::remove_entry(MDB_txn* txn, const EntryKey& key, const Entry& entry, GhostReason reason, std::vector<Removed>& removed) {
   const EntryFixed fixed = entry.fixed;   // the entry points into the page that is about to change
+  GroupKey group;
+  std::memcpy(group.data(), key.data(), GROUP_BYTES);
+  const GhostRow ghost = Ghosts::row_of(group, fixed, entry.tags, reason);
   const RecencyKey recency = recency_key(key.data(), fixed.retention_class, fixed.bucket, fixed.start_block);
   MDB_val row = val(key), recency_row = val(recency);
   int rc = mdb_del(txn, index_->extents, &row, nullptr);
@@ -154,10 +157,13 @@ void StoreImpl::remove_entry(MDB_txn* txn, const EntryKey& key, const Entry& ent
   if (rc) throw IndexFault("delete", rc);
   MDB_cursor* cursor = nullptr;
   if (int failed = mdb_cursor_open(txn, index_->extents, &cursor)) throw IndexFault("cursor", failed);
-  MDB_val next = {GROUP_BYTES, const_cast<uint8_t*>(key.data())}, ignored;
-  rc = mdb_cursor_get(cursor, &next, &ignored, MDB_SET_RANGE);
+  const auto any = [&](size_t bytes) {
+    MDB_val next = {bytes, const_cast<uint8_t*>(key.data())}, ignored;
+    return mdb_cursor_get(cursor, &next, &ignored, MDB_SET_RANGE) == 0 && has_prefix(next, key.data(), bytes);
+  };
+  const bool last_of_group = !any(GROUP_BYTES);
+  removed.push_back({key, fixed, last_of_group, last_of_group || !any(NAME_BYTES), ghost, 0});
   mdb_cursor_close(cursor);
-  removed.push_back({key, fixed, !(rc == 0 && has_prefix(next, key.data(), GROUP_BYTES)), reason, 0});
 }
 
 // Commits and takes the consequences.
@@ -169,15 +175,11 @@ bool StoreImpl::commit_removals(MDB_txn* txn, const std::vector<Removed>& remove
   if (config_.strict_sync) index_->sync();
   deletes_++;
   const uint64_t epoch = epoch_, now = boottime_ms();
-  std::vector<std::pair<GroupKey, GhostReason>> gone;
+  std::vector<GhostRow> gone;
   for (const Removed& r : removed) {
     account(r.key, r.fixed, -1);
-    if (r.last_of_group) {
-      filter_erase(r.key.data());
-      GroupKey group;
-      std::memcpy(group.data(), r.key.data(), GROUP_BYTES);
-      gone.emplace_back(group, r.reason);
-    }
+    if (r.last_of_group) filter_erase(r.key.data());
+    if (r.last_of_name) gone.push_back(r.ghost);
     if (r.fixed.segment == SEGMENT_SYNTHETIC) continue;
     const uint32_t blocks = uint32_t(align_up(r.fixed.record_bytes, RECORD_ALIGN) / RECORD_ALIGN);
     freeing_bytes_ += int64_t(blocks) * RECORD_ALIGN;

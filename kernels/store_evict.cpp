@@ -58,10 +58,24 @@ Usage StoreImpl::usage() {
   return {used_bytes(), positive(freeing_bytes_), config_.capacity_bytes, positive(disk_free_), map_share_};
 }
 
-std::vector<GhostReason> StoreImpl::ghosts(const Owner& owner, const uint8_t* keys, uint32_t count) {
+std::vector<std::pair<uint32_t, GhostRow>> StoreImpl::ghosts(const Owner& owner, const uint8_t* keys, uint32_t count) {
   std::vector<GroupKey> groups;
   for (uint32_t i = 0; i < count; i++) groups.push_back(group_key(owner, keys + size_t(i) * KEY_BYTES));
-  return ghosts_->reasons(groups);
+  return ghosts_->find(groups);
+}
+
+void StoreImpl::why(const Owner& owner, const uint8_t* keys, uint32_t count, std::vector<uint8_t>& out) {
+  const auto found = ghosts(owner, keys, count);
+  const wire::WhyReply reply{uint32_t(found.size()), 0};
+  out.resize(sizeof reply + found.size() * sizeof(wire::WhyGhost));
+  std::memcpy(out.data(), &reply, sizeof reply);
+  uint8_t* at = out.data() + sizeof reply;
+  for (const auto& [ordinal, row] : found) {
+    wire::WhyGhost ghost{ordinal, row.last_bucket, row.block_count, row.reason, row.retention_class, 0, {}};
+    std::memcpy(ghost.tags, row.tags, sizeof ghost.tags);
+    std::memcpy(at, &ghost, sizeof ghost);
+    at += sizeof ghost;
+  }
 }
 
 void StoreImpl::set_retentions(const std::array<uint32_t, CLASSES_MAX>& seconds) {

@@ -73,7 +73,8 @@ class StoreImpl final : public Store {
   // Bytes that puts found no room for since the last call; 1 if only pressure_at was passed or poke() was called; 0: the time is over.
   uint64_t wait_pressure(double timeout_seconds);
   Usage usage();
-  std::vector<GhostReason> ghosts(const Owner& owner, const uint8_t* keys, uint32_t count);
+  void why(const Owner& owner, const uint8_t* keys, uint32_t count, std::vector<uint8_t>& out) override;
+  std::vector<std::pair<uint32_t, GhostRow>> ghosts(const Owner& owner, const uint8_t* keys, uint32_t count);
   void poke() { poke_pressure(1); }
   void set_retentions(const std::array<uint32_t, CLASSES_MAX>& seconds);
 
@@ -106,8 +107,8 @@ class StoreImpl final : public Store {
   struct Removed {
     EntryKey key;
     EntryFixed fixed;
-    bool last_of_group;
-    GhostReason reason;
+    bool last_of_group, last_of_name;
+    GhostRow ghost;
     size_t row = 0;              // of those that evict() was given
   };
   struct Freed {

@@ -224,6 +224,12 @@ void StoreImpl::run_start() {
     for (const auto& segment : segments_.all())
       if (segment->live_records == 0 && segment->sealed) empty_segments_.push_back(segment->id);
   }
+  const auto stopping = [this] {
+    std::lock_guard lock(stop_mutex_);
+    return stopping_;
+  };
+  while (!stopping() && ghosts_->load_some()) {
+  }
   pins_.forget_all();   // entries came and went without a word
   clock_gettime(CLOCK_MONOTONIC, &end);
   start_ms_ = uint64_t((end.tv_sec - begin.tv_sec) * 1000 + (end.tv_nsec - begin.tv_nsec) / 1000000);

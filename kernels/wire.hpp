@@ -1,7 +1,7 @@
 // The framed TCP protocol: hot verbs only (everything else is gRPC). docs/PROTOCOL.md is the text to this.
 //
 // Every message is a 32-byte FrameHeader and a body; all integers little-endian; structs are packed by construction.
-// A connection has one role, fixed by its HELLO: SMALL (hello, discover, promise, withdraw; many requests in flight,
+// A connection has one role, fixed by its HELLO: SMALL (hello, discover, promise, withdraw, why; many requests in flight,
 // replies in any order, matched by request id) or BULK (read, write; served strictly in order of arrival).
 //
 // Invariants: a length is checked against its limit before anything is allocated; the body check of small messages covers the body;
@@ -18,7 +18,7 @@ inline constexpr uint32_t READ_BODY_MAX = 1u << 20;       // a READ request's bo
 inline constexpr uint32_t KEYS_MAX = 8192;                // keys of one discover, items of one promise / withdraw
 inline constexpr uint32_t READ_EXTENTS_MAX = 4096, READ_ITEMS_MAX = 65536;
 
-enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, READ = 16, WRITE = 17 };
+enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, READ = 16, WRITE = 17 };
 enum class Kind : uint8_t { REQUEST = 0, REPLY = 1, ITEM = 2 };   // ITEM: one of several answers to a READ
 enum class Role : uint8_t { SMALL = 0, BULK = 1 };
 
@@ -73,7 +73,8 @@ static_assert(sizeof(Writing) == 64);
 inline constexpr uint32_t PROMISE_PIN = 1, PROMISE_TOUCH = 2;
 struct PromiseRequest { uint8_t owner[OWNER_BYTES]; uint64_t epoch; uint32_t count; uint32_t bucket; uint8_t flags, retention_class; uint16_t pin_seconds; uint32_t zero; };
 struct WritingName { uint8_t extent_key[KEY_BYTES]; uint64_t write_id; };
-struct PromiseAnswer { uint32_t status, zero; uint64_t shard_mask; };   // OK: held, pinned and touched as asked; NOT_FOUND; BUSY: held, not pinned
+struct PromiseAnswer { uint32_t status, last_bucket; uint64_t shard_mask; };   // last_bucket: of its last use, before this touch; 0: not known
+// OK: held, pinned and touched as asked; NOT_FOUND; BUSY: held, not pinned
 static_assert(sizeof(PromiseRequest) == 40);
 static_assert(sizeof(WritingName) == 40);
 static_assert(sizeof(PromiseAnswer) == 16);
@@ -81,6 +82,21 @@ static_assert(sizeof(PromiseAnswer) == 16);
 // WITHDRAW request body: WithdrawRequest | count x WritingName. Reply body: count x u32 status. Leaves a tombstone of 60 s per writing.
 struct WithdrawRequest { uint8_t owner[OWNER_BYTES]; uint32_t count, zero; };
 static_assert(sizeof(WithdrawRequest) == 24);
+
+// WHY request body: WhyRequest | count x 32-byte keys. Reply body: WhyReply | ghosts x WhyGhost, newest first for each key.
+inline constexpr uint32_t WHY_KEYS_MAX = 512, GHOST_TAGS = 64;
+struct WhyRequest { uint8_t owner[OWNER_BYTES]; uint32_t count, zero; };
+struct WhyReply { uint32_t ghosts, zero; };
+struct WhyGhost {              // a writing that began with this key and is gone
+  uint32_t key_ordinal, last_bucket;
+  uint16_t block_count;
+  uint8_t reason, retention_class;   // GhostReason of ghosts.hpp
+  uint32_t zero;
+  uint8_t tags[GHOST_TAGS];    // lowest byte of each block's tag
+};
+static_assert(sizeof(WhyRequest) == 24);
+static_assert(sizeof(WhyReply) == 8);
+static_assert(sizeof(WhyGhost) == 80);
 
 // READ request body (BULK): ReadRequest | extents x ReadExtent | items x ReadItem.
 // Answer: one ITEM per item, in the order asked. Body of an OK item, c blocks: u64 sums[c] | Digest digests[c] | c pieces of shard_bytes(plane).

@@ -30,9 +30,14 @@ LATENCY_BOUNDS_SECONDS: Final = (
 HOUR: Final = 3600.0
 AGE_BOUNDS_SECONDS: Final = tuple(h * HOUR for h in (1 / 60, 0.25, 1, 3, 6, 12, 24, 36, 48, 60, 72, 96, 120, 144, 168, 240, 336, 720))
 
-OPS: Final = ("hello", "discover", "promise", "withdraw", "read", "write")
+MISS_REASONS: Final = ("unknown", "expired", "evicted", "lost_shards", "fidelity", "window", "tail", "deadline")  # docs/ACCESS_LOG.md
+REUSE_AGE_NAMES: Final = ("1m", "5m", "1h", "6h", "12h", "1d", "2d", "3d", "5d", "7d", "14d", "more")
+REUSE_AGE_BOUNDS_SECONDS: Final = tuple(h * HOUR for h in (1 / 60, 1 / 12, 1, 6, 12, 24, 48, 72, 120, 168, 336))
+
+OPS: Final = ("hello", "discover", "promise", "withdraw", "why", "read", "write")
 CLASSES: Final = ("none", "batch", "chat", "agent", "other")
 RESULTS: Final = ("ok", "not_found", "busy", "no_space", "stale_map", "draining", "refused", "corrupt", "error")
+MODELS: Final = ("default",)  # a client has one, which its configuration names
 OWNERS: Final = (DEFAULT, OTHER)  # a daemon adds those that its configuration names (kvstore/owners.py)
 
 
@@ -52,7 +57,7 @@ class Metric:
 
 
 _CLASS: Final = {"retention_class": CLASSES}
-_OWNER_CLASS: Final = {"owner": OWNERS, "retention_class": CLASSES}
+_OF_LOOKUPS: Final = {"owner": OWNERS, "model_name": MODELS, "retention_class": CLASSES}
 
 COMMON: Final = (Metric("kvstore_build_info", "gauge", "1, with the version and commit of this process.", {"version": (), "revision": ()}),)
 
@@ -120,9 +125,23 @@ NODE: Final = (
 )
 
 CLIENT: Final = (
-    Metric("kvstore_lookup_tokens_total", "counter", "Tokens of the prompts looked up.", _OWNER_CLASS),
-    Metric("kvstore_hit_tokens_total", "counter", "Tokens of them that lookups promised.", {**_OWNER_CLASS, "tier": ("ssd",)}),
-    Metric("kvstore_delivered_tokens_total", "counter", "Tokens loaded, checked and handed over.", _OWNER_CLASS),
+    Metric("kvstore_lookup_tokens_total", "counter", "Tokens of the prompts looked up.", _OF_LOOKUPS),
+    Metric("kvstore_hit_tokens_total", "counter", "Tokens of them that lookups promised.", {**_OF_LOOKUPS, "tier": ("ssd",)}),
+    Metric("kvstore_missed_tokens_total", "counter", "Tokens of them that did not hit, by why.", {**_OF_LOOKUPS, "reason": MISS_REASONS}),
+    Metric(
+        "kvstore_reuse_age_seconds",
+        "histogram",
+        "Tokens by the time since last use that they needed: hits, and what expired or was evicted.",
+        _CLASS,
+        REUSE_AGE_BOUNDS_SECONDS,
+    ),
+    Metric(
+        "kvstore_unexplained_lookups_total",
+        "counter",
+        "Lookups whose misses no node was asked about: too many at once, or a closing client.",
+    ),
+    Metric("kvstore_access_log_rows_total", "counter", "Rows of the access log.", {"result": ("written", "dropped")}),
+    Metric("kvstore_delivered_tokens_total", "counter", "Tokens loaded, checked and handed over.", _OF_LOOKUPS),
     Metric("kvstore_lookups_total", "counter", "Lookups, by what they found.", {"result": ("full", "partial", "miss", "error")}),
     Metric("kvstore_lookup_duration_seconds", "histogram", "Seconds of a lookup."),
     Metric("kvstore_load_duration_seconds", "histogram", "Seconds of a load."),

@@ -7,6 +7,7 @@ Nothing here moves bulk bytes in production; the native client and server do. Ev
     DISCOVER DiscoverRequest | 32-byte keys               -> DiscoverReply | (Writing | earlier u32[] | pad to 8 | tags u64[])...
     PROMISE  PromiseRequest | WritingName...              -> PromiseAnswer...
     WITHDRAW WithdrawRequest | WritingName...             -> u32 status...
+    WHY      WhyRequest | 32-byte keys                    -> WhyReply | WhyGhost...
     READ     ReadRequest | ReadExtent... | ReadItem...    -> one ITEM frame per item: sums u64[] | digests 16 B[] | pieces
     WRITE    a record (kvstore/record.py)                 -> a bare reply
 
@@ -32,6 +33,7 @@ SMALL_BODY_MAX: Final = 1 << 20
 READ_BODY_MAX: Final = 1 << 20
 HELLO_BODY_MAX: Final = 48 + 4096
 KEYS_MAX: Final = 8192
+WHY_KEYS_MAX: Final = 512
 READ_EXTENTS_MAX: Final = 4096
 READ_ITEMS_MAX: Final = 65536
 RECORD_BYTES_MAX: Final = 80 << 20
@@ -70,8 +72,19 @@ class Verb(IntEnum):
     DISCOVER = 2
     PROMISE = 3
     WITHDRAW = 4
+    WHY = 5
     READ = 16
     WRITE = 17
+
+
+class Gone(IntEnum):
+    """Why a writing is no longer here, as the ghost index keeps it and WHY tells it (kernels/ghosts.hpp)."""
+
+    UNKNOWN = 0
+    EXPIRED = 1
+    EVICTED = 2
+    WITHDRAWN = 3
+    CORRUPT = 4
 
 
 class Kind(IntEnum):
@@ -94,12 +107,16 @@ _PROMISE_REQUEST = struct.Struct("<16sQIIBBHI")
 _WRITING_NAME = struct.Struct("<32sQ")
 _PROMISE_ANSWER = struct.Struct("<IIQ")
 _WITHDRAW_REQUEST = struct.Struct("<16sII")
+_WHY_REQUEST = struct.Struct("<16sII")
+_WHY_REPLY = struct.Struct("<II")
+_WHY_GHOST = struct.Struct("<IIHBBI64s")
 _READ_REQUEST = struct.Struct("<16sQII")
 _READ_EXTENT = struct.Struct("<32sQBBHHH")
 _READ_ITEM = struct.Struct("<HBB")
 HEADER_BYTES: Final = _HEADER.size
 assert (_HEADER.size, _HELLO.size, _DISCOVER_REQUEST.size, _DISCOVER_REPLY.size, _WRITING.size) == (32, 48, 32, 8, 64)
 assert (_PROMISE_REQUEST.size, _WRITING_NAME.size, _PROMISE_ANSWER.size, _WITHDRAW_REQUEST.size) == (40, 40, 16, 24)
+assert (_WHY_REQUEST.size, _WHY_REPLY.size, _WHY_GHOST.size) == (24, 8, 80)
 assert (_READ_REQUEST.size, _READ_EXTENT.size, _READ_ITEM.size) == (32, 48, 4)
 
 
@@ -258,6 +275,12 @@ def decode_promise_reply(body: bytes) -> list[tuple[Status, int]]:
     return [(Status(status), mask) for status, _, mask in _PROMISE_ANSWER.iter_unpack(body)]
 
 
+def decode_last_buckets(body: bytes) -> list[int]:
+    """Of a PROMISE reply, per name: time bucket of its last use before this touch; 0: not held."""
+    _need(len(body) % _PROMISE_ANSWER.size == 0, "PROMISE")
+    return [bucket for _, bucket, _ in _PROMISE_ANSWER.iter_unpack(body)]
+
+
 def encode_withdraw(names: Sequence[Name], *, owner: bytes = NO_OWNER) -> bytes:
     return _WITHDRAW_REQUEST.pack(owner, len(names), 0) + _encode_names(names)
 
@@ -265,6 +288,33 @@ def encode_withdraw(names: Sequence[Name], *, owner: bytes = NO_OWNER) -> bytes:
 def decode_withdraw_reply(body: bytes) -> list[Status]:
     _need(len(body) % 4 == 0, "WITHDRAW")
     return [Status(status) for (status,) in struct.iter_unpack("<I", body)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """A writing that is gone. `reason` is a Gone; `tags` has the lowest byte of each block's tag."""
+
+    key_ordinal: int
+    reason: int
+    retention_class: int
+    last_bucket: int
+    tags: bytes
+
+
+def encode_why(keys: Sequence[bytes], *, owner: bytes = NO_OWNER) -> bytes:
+    return _WHY_REQUEST.pack(owner, len(keys), 0) + b"".join(keys)
+
+
+def decode_why_reply(body: bytes) -> list[Ghost]:
+    """Newest first for each key."""
+    _need(len(body) >= _WHY_REPLY.size, "WHY")
+    count, _ = _WHY_REPLY.unpack_from(body)
+    _need(len(body) == _WHY_REPLY.size + count * _WHY_GHOST.size, "WHY")
+    found = []
+    for ordinal, bucket, blocks, reason, retention_class, _, tags in _WHY_GHOST.iter_unpack(body[_WHY_REPLY.size :]):
+        _need(0 < blocks <= len(tags), "WHY")
+        found.append(Ghost(ordinal, reason, retention_class, bucket, tags[:blocks]))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,6 @@ class NodeModel:
     def _drop(self, keys: Iterable[tuple[Name, int]], reason: int) -> int:
         gone = [key for key in keys if self.held.pop(key, None) is not None]
         for name, _ in gone:
-            if not any(held[:2] == name[:2] for held, _ in self.held):
+            if not any(held == name for held, _ in self.held):
                 self.ghosts[name[0], name[1]] = reason
         return len(gone)

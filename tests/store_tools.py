@@ -59,6 +59,14 @@ def read(store: Store, r: Record) -> tuple[int, bytes]:
     return store.read(r.owner, r.extent_key, r.write_id, r.shard)
 
 
+def reasons(store: Store, owner: bytes, keys: np.ndarray) -> list[int]:
+    """Of each key, why the newest writing that is gone went; 0: no writing of it is known to be gone."""
+    newest: dict[int, int] = {}
+    for at, reason, *_ in store.ghosts(owner, keys):
+        newest.setdefault(at, reason)
+    return [newest.get(at, 0) for at in range(len(keys))]
+
+
 def promise(store: Store, *records: Record, **how: object) -> list[tuple[int, int]]:
     return store.promise(records[0].owner, keys_of(*records), ids_of(*records), **how)
 

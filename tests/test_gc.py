@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_tools import NO_SPACE, NOT_FOUND, OK, OWNER, Store, discover, key_of, keys_of, promise, read, record_of, withdraw
+from store_tools import NO_SPACE, NOT_FOUND, OK, OWNER, Store, discover, key_of, keys_of, promise, read, reasons, record_of, withdraw
 
 from kvstore.clustermap import RetentionClass
 from kvstore.errors import ConfigError
-from kvstore.gc import EvictionPolicy, Evictor, Gone
+from kvstore.gc import EvictionPolicy, Evictor
 from kvstore.gc.policy import Usage
 from kvstore.owners import OwnerLimits
 from kvstore.record import Record, build, padded_bytes
+from kvstore.wire import Gone
 
 NONE, BATCH, CHAT, AGENT = 0, 1, 2, 3
 POLICY = EvictionPolicy.of_classes()
@@ -147,7 +148,7 @@ def test_what_has_expired_goes_though_there_is_room_and_class_none_stays_until_r
         assert [r.retention_class for r in before if r not in left] == gone
     assert left == [records[NONE]]
     expired = keys_of(*(records[c] for c in (BATCH, CHAT, AGENT, NONE)))
-    assert store.ghosts(OWNER, expired) == [Gone.EXPIRED] * 3 + [Gone.UNKNOWN]
+    assert reasons(store, OWNER, expired) == [Gone.EXPIRED] * 3 + [Gone.UNKNOWN]
 
 
 def test_owners_over_their_cap_lose_their_own_oldest_and_no_others(store: Store) -> None:
@@ -256,9 +257,40 @@ def test_a_ghost_says_why_something_is_gone(store: Store) -> None:
     store.evict([row for _, row, _ in store.peek(CHAT, OWNER, 10) if row[25:57] == evicted.extent_key], Gone.EVICTED)
     withdraw(store, taken_back, two[0])
     asked = keys_of(evicted, taken_back, here, two[0], key_of(77))
-    # One writing of two gone is no ghost: the key is still here.
-    assert store.ghosts(OWNER, asked) == [Gone.EVICTED, Gone.WITHDRAWN, Gone.UNKNOWN, Gone.UNKNOWN, Gone.UNKNOWN]
-    assert store.ghosts(OTHER, asked) == [Gone.UNKNOWN] * 5
+    # A ghost is of a writing: of the fourth key another one is still here.
+    assert reasons(store, OWNER, asked) == [Gone.EVICTED, Gone.WITHDRAWN, Gone.UNKNOWN, Gone.WITHDRAWN, Gone.UNKNOWN]
+    assert reasons(store, OTHER, asked) == [Gone.UNKNOWN] * 5
+
+
+def test_a_ghost_tells_last_use_class_and_how_far_the_writing_went(store: Store) -> None:
+    shards = [record_of(5, blocks=40, shard=s, bucket=100) for s in (3, 4)]
+    old, new = record_of(6, blocks=2, bucket=90, write_id=1), record_of(6, blocks=9, bucket=95, write_id=2, retention_class=AGENT)
+    put_all(store, [*shards, old, new])
+    for row in [row for _, row, _ in store.peek(CHAT, OWNER, 10)] + [row for _, row, _ in store.peek(AGENT, OWNER, 10)]:
+        store.evict([row], Gone.EXPIRED)
+    found = store.ghosts(OWNER, keys_of(shards[0], old))
+    first_bytes = [bytes(tag & 255 for tag in r.tags) for r in (shards[0], new, old)]
+    assert found == [  # of two shards of one writing one ghost, of two writings the later first
+        (0, Gone.EXPIRED, CHAT, 100, first_bytes[0]),
+        (1, Gone.EXPIRED, AGENT, 95, first_bytes[1]),
+        (1, Gone.EXPIRED, CHAT, 90, first_bytes[2]),
+    ]
+
+
+def test_thousands_of_ghosts_are_found_again_after_a_restart(tmp_path: Path) -> None:
+    records = [small(n, bucket=100) for n in range(3000)]
+    store = Store(str(tmp_path), virtual_clock=True)
+    put_all(store, records)
+    while rows := [row for _, row, _ in store.peek(CHAT, OWNER, 256)]:
+        store.evict(rows, Gone.EVICTED)
+    asked = keys_of(*records, *(key_of(n) for n in range(10_000, 10_500)))
+    expected = [Gone.EVICTED] * 3000 + [Gone.UNKNOWN] * 500
+    assert reasons(store, OWNER, asked) == expected
+    store.close()
+    store = Store(str(tmp_path), virtual_clock=True)
+    assert store.wait_started(10)
+    assert reasons(store, OWNER, asked) == expected
+    store.close()
 
 
 def test_ghosts_outlive_restarts_and_days_and_go_after_two_weeks(tmp_path: Path) -> None:
@@ -270,8 +302,9 @@ def test_ghosts_outlive_restarts_and_days_and_go_after_two_weeks(tmp_path: Path)
         store.evict([row for _, row, _ in store.peek(CHAT, OWNER, 10)], Gone.EVICTED)
     store.close()
     store = Store(str(tmp_path), virtual_clock=True)
-    assert store.ghosts(OWNER, keys_of(*records)) == [Gone.UNKNOWN] * 6 + [Gone.EVICTED] * 14
-    assert store.stats()["ghost_bytes"] == 14 * 24
+    assert store.wait_started(10)
+    assert reasons(store, OWNER, keys_of(*records)) == [Gone.UNKNOWN] * 6 + [Gone.EVICTED] * 14
+    assert store.stats()["ghost_bytes"] == 14 * (16 + 80)
     store.close()
 
 

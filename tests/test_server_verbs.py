@@ -79,6 +79,27 @@ def test_a_withdrawn_writing_is_gone_and_its_late_shards_are_refused(server: InP
     assert server.write(make_record(4, shard=1)) == [Status.TOMBSTONED]
 
 
+def test_a_promise_tells_the_last_use_before_its_own_touch(server: InProcess) -> None:
+    now = server.store.bucket_now()
+    r = make_record(3, bucket=now - 1)
+    assert server.write(r) == [Status.OK]
+    body = wire.encode_promise([(r.extent_key, r.write_id), (r.extent_key, r.write_id ^ 1)], bucket=now)
+    told = [wire.decode_last_buckets(server.small().ask(Verb.PROMISE, body).body) for _ in range(2)]
+    assert told == [[now - 1, 0], [now, 0]]
+
+
+def test_why_tells_what_is_gone_and_how_far_it_went(server: InProcess) -> None:
+    r, other = make_record(4, blocks=40, bucket=server.store.bucket_now()), make_record(5)
+    assert server.write(r, other) == [Status.OK, Status.OK]
+    server.small().ask(Verb.WITHDRAW, wire.encode_withdraw([(r.extent_key, r.write_id)]))
+    ask = wire.encode_why([other.extent_key, r.extent_key, bytes(32)])
+    (ghost,) = wire.decode_why_reply(server.small().ask(Verb.WHY, ask).body)
+    assert (ghost.key_ordinal, ghost.reason, ghost.retention_class, ghost.last_bucket) == (1, 3, r.retention_class, r.bucket)
+    assert ghost.tags == bytes(tag & 255 for tag in r.tags)
+    assert wire.decode_why_reply(server.small().ask(Verb.WHY, wire.encode_why([r.extent_key], owner=bytes(15) + b"1")).body) == []
+    assert server.small().ask(Verb.WHY, wire.encode_why([bytes(32)] * 513)).status == Status.TOO_LARGE
+
+
 def test_items_come_back_byte_for_byte_in_the_order_asked(server: InProcess) -> None:
     records = [make_record(20 + i, blocks=blocks) for i, blocks in enumerate((64, 1, 3, 17, 40))]
     assert set(server.write(*records)) == {Status.OK}

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store_model import NodeModel
-from store_tools import NOT_FOUND, OK, OWNER, Store, discover, key_of, keys_of, promise, read, record_of, withdraw
+from store_tools import NOT_FOUND, OK, OWNER, Store, discover, key_of, keys_of, promise, read, reasons, record_of, withdraw
 
 from kvstore.record import Record, build
 
@@ -132,7 +132,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule()
     def the_ghosts_are_the_same(self) -> None:
         for owner in OWNERS:
-            assert self.store.ghosts(owner, keys_of(*KEYS)) == [self.model.ghosts.get((owner, key), 0) for key in KEYS]
+            assert reasons(self.store, owner, keys_of(*KEYS)) == [self.model.ghosts.get((owner, key), 0) for key in KEYS]
 
 
 TestStoreAgainstModel = StoreAgainstModel.TestCase

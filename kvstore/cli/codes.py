@@ -131,6 +131,7 @@ ERRORS: Final = {
     "E125": ErrorCode("a data directory is another node's", ("--id or --data mixed up", "a disk that moved"), "name this node's own"),
     "E123": ErrorCode("a disk is full", (), "free space on it, or name another disk with --data"),
     "E150": ErrorCode("a client's setting is out of range", (), "the message names the range; see kvstore/client/config.py"),
+    "E152": ErrorCode("the folder of an access log cannot be used", ("no right to write", "its salt is damaged"), "name another folder"),
     "E151": ErrorCode("a command needs the sources", ("an installed package",), "run it in a checkout"),
     "E160": ErrorCode("a command needs a Python package that is not installed", ("kvstore without its extras",), "the message names it"),
     "E161": ErrorCode("an access log cannot be used", ("wrong directory", "files cut short", "another version"), "see docs/REPORT.md"),

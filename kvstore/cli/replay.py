@@ -61,7 +61,8 @@ Without --map, a local cluster is started for the replay and removed after it. d
     add("--retention", default="chat", metavar="CLASS", help="retention class of stores and touches (default chat)")
     add("--namespace", default="replay", metavar="NAME", help="another name starts afresh on a cluster that was replayed to before")
     add("--bucket-seconds", type=int, default=1, metavar="N", help="length of a time bucket of the local cluster (default 1)")
-    add("--log", type=Path, metavar="FILE", help="write a Parquet access log, one row a request")
+    add("--log", type=Path, metavar="FILE", help="write what each request met, one Parquet row a request")
+    add("--access-log", type=Path, metavar="DIR", help="write the client's access log: for kvstore report and plan (docs/ACCESS_LOG.md)")
     add(
         "--serve-metrics", type=int, metavar="PORT", help="the client's /metrics on 127.0.0.1 while it plays, for kvstore top and dashboard"
     )
@@ -103,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             hedge=args.hedge,
             lru_capacity_blocks=blocks,
             log=args.log,
+            access_log=args.access_log,
             metrics_port=args.serve_metrics,
         )
         if args.serve_metrics is not None:

@@ -29,11 +29,23 @@ class AsyncClient:
         self._pool = ThreadPoolExecutor(WAITERS_MAX, "kvstore-async")
 
     async def lookup(
-        self, keys: Keys, *, accept: Accept = Accept.EXACT, retention_class: str = "chat", deadline_seconds: float | None = None
+        self,
+        keys: Keys,
+        *,
+        accept: Accept = Accept.EXACT,
+        retention_class: str = "chat",
+        deadline_seconds: float | None = None,
+        input_tokens: int | None = None,
+        recompute_tokens: int = 0,
+        window: Callable[[int], bool] | None = None,
     ) -> Ticket:
+        """As Client.lookup; `window` is called on another thread."""
         return await self._run(
-            lambda: self.client.lookup(keys, accept=accept, retention_class=retention_class, deadline_seconds=deadline_seconds)
-        )
+            lambda: self.client.lookup(
+                keys, accept=accept, retention_class=retention_class, deadline_seconds=deadline_seconds,
+                input_tokens=input_tokens, recompute_tokens=recompute_tokens, window=window,
+            )
+        )  # fmt: skip
 
     async def load(
         self,

@@ -14,6 +14,8 @@ import numpy as np
 
 from kvstore import tcp
 from kvstore.client import store as stores
+from kvstore.client.access_log import AccessLog
+from kvstore.client.accounts import Account, Accounts
 from kvstore.client.buffers import as_rows
 from kvstore.client.clock import Clock
 from kvstore.client.config import ClientConfig
@@ -22,6 +24,7 @@ from kvstore.client.load import Hedge, Load, checked_blocks
 from kvstore.client.lookup import Hit, Lookup, Wanted
 from kvstore.client.native import U8, U32
 from kvstore.client.promises import Promises
+from kvstore.client.reasons import Limits
 from kvstore.client.store import StoreFuture, Stores
 from kvstore.client.ticket import EXTENT, Ticket
 from kvstore.client.values import Accept, Fidelity, LoadOutcome, LoadResult, PlaneReady
@@ -31,10 +34,12 @@ from kvstore.extents import cut
 from kvstore.kernels import _native
 from kvstore.keys import Keys, checked_keys
 from kvstore.layout import Layout
+from kvstore.owners import DEFAULT, OTHER
 from kvstore.placement import Placement
 
 OWNER_BYTES: Final = 16
 _CHAINS_KEPT: Final = 4096
+ACCOUNTS_CLOSE_SECONDS: Final = 3.0
 
 
 class Client:
@@ -75,6 +80,11 @@ class Client:
             store_deadline_seconds=config.store_deadline_seconds, congestion_control=tcp.for_kernel(config.congestion_control),
         )  # fmt: skip
         self._stores = Stores(self._core)
+        self.access_log = AccessLog(
+            config.access_log, tenant=self.tenant, model=config.model_name, block_tokens=config.block_tokens,
+            sample=config.access_log_sample, bytes_max=config.access_log_bytes_max, file_seconds=config.access_log_file_seconds,
+        ) if config.access_log else None  # fmt: skip
+        self._accounts = Accounts(self._core, self._placements, owner, cluster_map.bucket_seconds, self._counters, self.access_log)
         self._finalizer = weakref.finalize(self, _close, self._core, self._stores, os.getpid())
 
     # --- lookup ---
@@ -86,8 +96,15 @@ class Client:
         accept: Accept = Accept.EXACT,
         retention_class: str = "chat",
         deadline_seconds: float | None = None,
+        input_tokens: int | None = None,
+        recompute_tokens: int = 0,
+        window: Callable[[int], bool] | None = None,
     ) -> Ticket:
         """The longest prefix of `keys` (n, 32) that can be read, promised for a while and touched for `retention_class`.
+
+        The last three are for the accounts (docs/ACCESS_LOG.md) and change nothing in the ticket. `input_tokens`: of the prompt, by default
+        those of its whole blocks. `recompute_tokens`: at its end, that the engine computes in any case. `window`: told the usable hit in
+        blocks, says whether the window entry there is at hand; without one the last block counts as missed.
 
         No node, no answer in time, nothing there: a ticket with fewer blocks, or none. Raises KeyFormatError, MisuseError, Closed.
         """
@@ -95,12 +112,16 @@ class Client:
         keys = checked_keys(keys)
         class_id = self._class_id(retention_class)
         self._check_open()
+        limits = self._limits(len(keys), input_tokens, recompute_tokens)
         deadline = began + (self.config.lookup_deadline_seconds if deadline_seconds is None else deadline_seconds)
         if len(keys) == 0:
-            return self._ticket(keys, Hit([], np.empty(0), [], []), retention_class)
+            if limits.input_tokens:
+                self._account(keys, limits, Hit([], np.empty(0), []), retention_class, window, began, 0)
+            return self._ticket(keys, Hit([], np.empty(0), []), retention_class)
+        bucket = int(self.clock.bucket_time() // self.map.bucket_seconds)
         lookup = Lookup(
             self._core, self._placements, self.config, self._promises, self._wanted, self.owner, accept, class_id,
-            int(self.clock.bucket_time() // self.map.bucket_seconds), self.clock.monotonic(),
+            bucket, self.clock.monotonic(),
         )  # fmt: skip
         try:
             hit = lookup.run(keys, deadline)
@@ -111,8 +132,41 @@ class Client:
         if hit.pieces:
             reach = hit.pieces[-1].end
             self._remember(keys, reach, [start for start in hit.starts if start < reach])
-        self._counters.looked_up(retention_class, len(keys) * self.config.block_tokens, ticket.hit_tokens, time.monotonic() - began)
+        self._account(keys, limits, hit, retention_class, window, began, bucket)
         return ticket
+
+    def _limits(self, keys: int, input_tokens: int | None, recompute_tokens: int) -> Limits:
+        size = self.config.block_tokens
+        limits = Limits(keys * size if input_tokens is None else input_tokens, recompute_tokens, size, keys)
+        if recompute_tokens < 0 or limits.input_tokens < 0 or keys > -(-limits.input_tokens // size):
+            what = f"input_tokens={input_tokens}, recompute_tokens={recompute_tokens}"
+            raise MisuseError("E569", what, f"{keys} keys of {size} tokens are given", "pass the length of the prompt")
+        return limits
+
+    def _account(
+        self, keys: Keys, limits: Limits, hit: Hit, retention_class: str, window: Callable[[int], bool] | None, began: float, bucket: int
+    ) -> None:
+        """Counts the lookup; why it fell short is found out in the background."""
+        found = hit.pieces[-1].end if hit.pieces else 0
+        bounds = limits.bounds()
+        usable = min(found, len(bounds) - 1)
+        missing = window is not None and usable > 0 and not window(usable)
+        seconds = time.monotonic() - began
+        full = bool(usable) and usable == len(bounds) - 1 and not missing
+        self._counters.looked_up(retention_class, limits.input_tokens, int(bounds[usable - missing]), full, seconds)
+        if not self.config.accounting:
+            return
+        step = self.map.bucket_seconds
+        ages = [
+            (piece.end, float(max(0, bucket - last) * step) if last else 0.0)
+            for piece, last in zip(hit.pieces, hit.last_buckets, strict=True)
+        ]
+        late = not hit.complete
+        self._accounts.add(
+            Account(
+                int(self.clock.bucket_time() * 1000), retention_class, keys, limits, found, missing, ages, hit.gaps, late, bucket, seconds
+            )
+        )  # fmt: skip
 
     def ticket(self, data: bytes) -> Ticket:
         """A ticket that another agent made with the same ticket key. Raises ProtocolError."""
@@ -340,6 +394,7 @@ class Client:
         """Waits a while for stores on their way, ends loads, closes connections. A second call does nothing."""
         if self._finalizer.alive:
             self._stores.flush(self.config.close_seconds)
+            self._accounts.close(min(self.config.close_seconds, ACCOUNTS_CLOSE_SECONDS))
             self._finalizer()
 
     def __enter__(self) -> Self:
@@ -351,6 +406,16 @@ class Client:
     def stats(self) -> dict[str, int | float]:
         """Counters since the start and gauges of now, by plain name; docs/CLIENT.md lists them."""
         return {**self._core.stats(), **self._counters.flat(), "stores_open": self._stores.open_count()}
+
+    @property
+    def tenant(self) -> str:
+        """The name of its owner in metrics and the access log."""
+        return self.config.tenant or (DEFAULT if self.owner == bytes(OWNER_BYTES) else OTHER)
+
+    @property
+    def accounts(self) -> Accounts:
+        """Why tokens did not hit; `accounts.flush(seconds)` waits until all lookups so far are counted and logged."""
+        return self._accounts
 
     @property
     def counters(self) -> Counters:

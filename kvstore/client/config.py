@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from kvstore import tcp
 from kvstore.errors import ConfigError
 from kvstore.keys import BLOCK_TOKENS
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{0,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,13 @@ class ClientConfig:
     promise_seconds: int = 60  # how long nodes keep what a lookup found, 1 to 600
     promise_reuse_seconds: float = 30.0  # a second lookup relies on the first one's promise; at most half of promise_seconds
     ticket_seconds: float = 10.0
+    tenant: str = ""  # a name for metrics and the access log; "": "default", or "other" with an owner tag
+    model_name: str = "default"  # likewise
+    accounting: bool = True  # find out why tokens did not hit (docs/ACCESS_LOG.md)
+    access_log: Path | None = None  # a folder: one row a lookup, in Parquet files
+    access_log_bytes_max: int = 1 << 30  # of the folder, at least 1 MiB; the oldest files go first
+    access_log_file_seconds: float = 300.0  # a file is closed after so long, or 100,000 rows
+    access_log_sample: float = 1.0  # share of blocks whose fingerprints are logged, 0 to 1
     # Shared by all agents that redeem each other's tickets: 16 to 64 bytes, random by default.
     ticket_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
@@ -48,6 +59,13 @@ class ClientConfig:
         self._need("bulk_connections_max", self.bulk_connections_max >= 1, "at least 1")
         self._need("promise_seconds", 1 <= self.promise_seconds <= 600, "1 to 600")
         self._need("promise_reuse_seconds", 0 <= self.promise_reuse_seconds <= self.promise_seconds / 2, "0 to half of promise_seconds")
+        for name in ("tenant", "model_name"):
+            self._need(name, bool(_NAME.fullmatch(getattr(self, name))), "at most 64 of a-z, A-Z, 0-9 and ._:/-")
+        self._need("model_name", bool(self.model_name), "a name")
+        self._need("access_log", self.access_log is None or self.accounting, "None where accounting is off")
+        self._need("access_log_bytes_max", self.access_log_bytes_max >= 1 << 20, "at least 1 MiB")
+        self._need("access_log_file_seconds", 0 < self.access_log_file_seconds <= 86400, "above 0, at most 86400")
+        self._need("access_log_sample", 0 <= self.access_log_sample <= 1, "0 to 1")
         self._need("ticket_key", 16 <= len(self.ticket_key) <= 64, "16 to 64 bytes")
 
     def _need(self, name: str, fine: bool, range_text: str) -> None:

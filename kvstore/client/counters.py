@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
-from kvstore.metrics import LATENCY_BOUNDS_SECONDS, Histogram
+from kvstore.metrics import LATENCY_BOUNDS_SECONDS, MISS_REASONS, Histogram
 
 
 class Counters:
@@ -18,6 +19,9 @@ class Counters:
         self.delivered_tokens: Counter[str] = Counter()
         self.lookups: Counter[str] = Counter()  # full, partial, miss, error
         self.fallbacks: Counter[str] = Counter()  # by LoadOutcome value
+        self.missed_tokens: Counter[tuple[str, str]] = Counter()  # class, reason
+        self.reuse_ages: dict[str, tuple[list[int], float]] = {}  # class: tokens by needed age, and the sum of those ages
+        self.unexplained_lookups = 0
         self.short_hit_tokens = 0
         self.loads = 0
         self.loading = 0
@@ -26,12 +30,26 @@ class Counters:
         self.load_seconds = Histogram(LATENCY_BOUNDS_SECONDS)
         self.store_seconds = Histogram(LATENCY_BOUNDS_SECONDS)
 
-    def looked_up(self, retention_class: str, tokens: int, hit_tokens: int, seconds: float) -> None:
+    def looked_up(self, retention_class: str, tokens: int, hit_tokens: int, full: bool, seconds: float) -> None:
+        """`full`: all that may hit did."""
         with self._lock:
             self.lookup_tokens[retention_class] += tokens
             self.hit_tokens[retention_class] += hit_tokens
-            self.lookups["miss" if not hit_tokens else "full" if hit_tokens == tokens else "partial"] += 1
+            self.lookups["full" if full else "partial" if hit_tokens else "miss"] += 1
             self.lookup_seconds.observe(seconds)
+
+    def accounted(self, retention_class: str, missed: Sequence[int], ages: Sequence[int], age_token_seconds: float) -> None:
+        """`missed`: tokens by reason; `ages`: tokens by needed age; `age_token_seconds`: sum of their needed ages."""
+        with self._lock:
+            for reason, tokens in zip(MISS_REASONS, missed, strict=True):
+                if tokens:
+                    self.missed_tokens[retention_class, reason] += tokens
+            counts, total = self.reuse_ages.get(retention_class, ([0] * len(ages), 0.0))
+            self.reuse_ages[retention_class] = [a + b for a, b in zip(counts, ages, strict=True)], total + age_token_seconds
+
+    def unexplained(self, lookups: int) -> None:
+        with self._lock:
+            self.unexplained_lookups += lookups
 
     def lookup_failed(self) -> None:
         with self._lock:
@@ -63,6 +81,8 @@ class Counters:
                 "hit_tokens": self.hit_tokens.total(),
                 "delivered_tokens": self.delivered_tokens.total(),
                 "short_hit_tokens": self.short_hit_tokens,
+                **{f"missed_{reason}_tokens": self._missed(reason) for reason in MISS_REASONS},
+                "unexplained_lookups": self.unexplained_lookups,
                 "lookups": self.lookups.total(),
                 **{f"lookups_{kind}": self.lookups[kind] for kind in ("full", "partial", "miss", "error")},
                 "lookup_seconds_sum": self.lookup_seconds.total,
@@ -73,3 +93,6 @@ class Counters:
                 "stores": int(sum(self.store_seconds.counts)),
                 "store_seconds_sum": self.store_seconds.total,
             }
+
+    def _missed(self, reason: str) -> int:
+        return sum(tokens for (_, why), tokens in self.missed_tokens.items() if why == reason)

@@ -22,6 +22,7 @@ from kvstore.client.config import ClientConfig
 from kvstore.client.native import DOWN, FOUND, I32, PROMISE_PIN, PROMISE_TOUCH, SILENT, U8, Flags, Records, names_of
 from kvstore.client.planner import Planner
 from kvstore.client.promises import Promises
+from kvstore.client.reasons import Gap, Miss
 from kvstore.client.values import Accept
 from kvstore.client.walk import Candidate, Piece, cover
 from kvstore.kernels import _native
@@ -52,6 +53,8 @@ class Hit:
     absent: list[int]
     starts: list[int] = field(default_factory=list)  # of the extents of this chain, as far as they are known
     complete: bool = True  # False: the deadline passed before all was known
+    last_buckets: list[int] = field(default_factory=list)  # by piece: time bucket of its last use before this one; 0: not known
+    gaps: list[Gap] = field(default_factory=list)  # what is there beyond the hit, and cannot be used
 
 
 class Lookup:
@@ -82,8 +85,10 @@ class Lookup:
         self._bucket = bucket
         self._now = now
         self._refused: set[tuple[int, int]] = set()  # (start, write id) with too few shards
+        self._late: set[tuple[int, int]] = set()  # of them, those whose nodes had no time to answer
         self._some_down = False  # when it began: such nodes were not asked
         self._absent: dict[tuple[int, int], int] = {}  # promised in this lookup: shards that are not there
+        self._last: dict[tuple[int, int], int] = {}  # and the time bucket of its last use before
 
     def run(self, keys: U8, deadline: float) -> Hit:
         """`deadline` on time.monotonic()."""
@@ -110,12 +115,32 @@ class Lookup:
                 break
             self._refused.update(short)
             if time.monotonic() >= deadline:  # no time for another walk: what holds before the first gap is the hit
+                self._late.update(short)
                 ids = found["write_id"].tolist()
                 gap = next(at for at, piece in enumerate(pieces) if (piece.candidate.start, ids[piece.candidate.row]) in self._refused)
                 pieces, complete = pieces[:gap], False
                 break
-        absent = [self._absent[piece.candidate.start, int(found["write_id"][piece.candidate.row])] for piece in pieces]
-        return Hit(pieces, found, absent, self._known_starts(found, call), complete)
+        names = [(piece.candidate.start, int(found["write_id"][piece.candidate.row])) for piece in pieces]
+        absent, last = [self._absent[name] for name in names], [self._last[name] for name in names]
+        reach = pieces[-1].end if pieces else 0
+        gaps = self._gaps(found, reach) if reach < len(keys) else []
+        return Hit(pieces, found, absent, self._known_starts(found, call), complete, last, gaps)
+
+    def _gaps(self, found: Records, reach: int) -> list[Gap]:
+        """What was found beyond the hit, and why it is of no use."""
+        gaps = []
+        columns = (found[name].tolist() for name in ("start", "match", "write_id", "fidelity", "depth", "write_epoch"))
+        for start, match, write_id, fidelity, depth, epoch in zip(*columns, strict=True):
+            if start + match > reach:
+                gaps.append(Gap(start, start + match, self._useless((start, write_id), fidelity, depth, epoch)))
+        return gaps
+
+    def _useless(self, name: tuple[int, int], fidelity: int, depth: int, epoch: int) -> Miss | None:
+        if name in self._late:
+            return Miss.DEADLINE
+        if name in self._refused or epoch not in self._placements:
+            return Miss.LOST_SHARDS
+        return None if self._accept.takes(fidelity, depth) else Miss.FIDELITY
 
     # --- discovery ---
 
@@ -197,7 +222,7 @@ class Lookup:
             key = keys[name[0]].tobytes()
             kept = self._promises.get(key, name[1], self._bucket, self._class_id, self._now)
             if kept is not None:
-                self._absent[name] = kept
+                self._absent[name], self._last[name] = kept, self._bucket
             else:
                 todo.append((name, key, piece.candidate))
         if not todo:
@@ -210,13 +235,13 @@ class Lookup:
             names_of(extent_keys, found["write_id"][rows]), nodes, self._wanted.k,
         )  # fmt: skip
         self._await_promises(call, deadline)
-        masks, answered = call.masks().tolist(), call.answered().tolist()
+        masks, answered, last = call.masks().tolist(), call.answered().tolist(), call.last_buckets().tolist()
         short = []
-        for (name, key, _), mask, done in zip(todo, masks, answered, strict=True):
+        for (name, key, _), mask, done, before in zip(todo, masks, answered, last, strict=True):
             if mask.bit_count() < self._wanted.k:
                 short.append(name)
                 continue
-            self._absent[name] = done & ~mask
+            self._absent[name], self._last[name] = done & ~mask, before
             self._promises.put(key, name[1], self._bucket, self._class_id, self._now, done & ~mask)
         if short and self._some_down:
             # A node that was down a moment ago may be back, and now it decides: not asking it would be a miss that need not be.

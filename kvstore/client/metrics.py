@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvstore.client.client import Client
 from kvstore.client.values import LoadOutcome
 from kvstore.http import HttpServer, daemon_pages
-from kvstore.metrics import CLASSES, CLIENT, OWNERS, TableCollector, Values, registry_of
+from kvstore.metrics import CLASSES, CLIENT, Metric, TableCollector, Values, registry_of
 
 
 def client_collector(client: Client) -> TableCollector:
     """For a registry that the host process has already."""
-    return TableCollector(CLIENT, lambda values: read_client(client, values))
+    return TableCollector(_table(client), lambda values: read_client(client, values))
 
 
 def client_registry(client: Client) -> CollectorRegistry:
     """A registry of this client alone, build_info included."""
-    return registry_of(CLIENT, lambda values: read_client(client, values))
+    return registry_of(_table(client), lambda values: read_client(client, values))
 
 
 @contextlib.contextmanager
@@ -37,16 +38,41 @@ def serve_metrics(client: Client, port: int, host: str = "127.0.0.1") -> Iterato
         server.close()
 
 
+def _table(client: Client) -> list[Metric]:
+    """The table with the closed lists of this process: one tenant, one model."""
+    own = {"owner": (client.tenant,), "model_name": (client.config.model_name,)}
+    return [
+        replace(metric, labels={name: own.get(name, closed) for name, closed in metric.labels.items()}) if metric.labels else metric
+        for metric in CLIENT
+    ]
+
+
+def _class(retention_class: str) -> str:
+    return retention_class if retention_class in CLASSES else "other"
+
+
 def read_client(client: Client, values: Values) -> None:
     stats, counters = client.stats(), client.counters
-    owner = OWNERS[0] if client.owner == bytes(16) else OWNERS[1]
+    owner, model = client.tenant, client.config.model_name
     for name, tokens, extra in (
         ("kvstore_lookup_tokens_total", counters.lookup_tokens, ()),
         ("kvstore_hit_tokens_total", counters.hit_tokens, ("ssd",)),
         ("kvstore_delivered_tokens_total", counters.delivered_tokens, ()),
     ):
         for retention_class, count in list(tokens.items()):
-            values.add(name, count, owner, retention_class if retention_class in CLASSES else "other", *extra)
+            values.add(name, count, owner, model, _class(retention_class), *extra)
+    for (retention_class, reason), count in list(counters.missed_tokens.items()):
+        values.add("kvstore_missed_tokens_total", count, owner, model, _class(retention_class), reason)
+    ages: dict[str, tuple[list[int], float]] = {}
+    for retention_class, (counts, total) in list(counters.reuse_ages.items()):
+        before = ages.get(_class(retention_class), ([0] * len(counts), 0.0))
+        ages[_class(retention_class)] = [a + b for a, b in zip(before[0], counts, strict=True)], before[1] + total
+    for label, (counts, total) in ages.items():
+        values.histogram("kvstore_reuse_age_seconds", counts, total, label)
+    values.set("kvstore_unexplained_lookups_total", counters.unexplained_lookups)
+    if client.access_log is not None:
+        values.set("kvstore_access_log_rows_total", client.access_log.written, "written")
+        values.set("kvstore_access_log_rows_total", client.access_log.dropped, "dropped")
     for kind in ("full", "partial", "miss", "error"):
         values.set("kvstore_lookups_total", stats[f"lookups_{kind}"], kind)
     for name, histogram in (

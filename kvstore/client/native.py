@@ -33,6 +33,16 @@ assert FOUND.itemsize == _native.FOUND_BYTES
 NAME: Final = np.dtype([("extent_key", "u1", (32,)), ("write_id", "<u8")])
 assert NAME.itemsize == 40
 
+# WhyGhost of wire.hpp
+GHOST: Final = np.dtype(
+    [
+        ("ordinal", "<u4"), ("last_bucket", "<u4"), ("blocks", "<u2"), ("reason", "u1"), ("retention_class", "u1"), ("zero", "<u4"),
+        ("tags", "u1", (64,)),
+    ]
+)  # fmt: skip
+assert GHOST.itemsize == 80
+WHY: Final = 5
+
 PROMISE_PIN: Final = 1
 PROMISE_TOUCH: Final = 2
 

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from kvstore.gc.policy import EvictionPolicy, Gone, Usage
+from kvstore.gc.policy import EvictionPolicy, Usage
+from kvstore.wire import Gone
 
 _BATCH_ROWS: Final = 256
 _PEEK_ROWS: Final = 64

@@ -6,7 +6,6 @@ twelve nodes that hold an extent, so each of them, alone, chooses the same exten
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,16 +20,6 @@ ROW_BYTES: Final = 66  # class 1 | owner 16 | bucket 4 | ~start 4 | extent key 3
 EXPIRY_INTERVAL_SECONDS: Final = 10.0
 CAP_INTERVAL_SECONDS: Final = 1.0
 _ORDER_AT: Final = 17  # from here on rows of different queues compare as they go
-
-
-class Gone(enum.IntEnum):
-    """Why something is no longer here, as the ghost index keeps it; numbers as in kernels/ghosts.hpp."""
-
-    UNKNOWN = 0
-    EXPIRED = 1
-    EVICTED = 2
-    WITHDRAWN = 3
-    CORRUPT = 4
 
 
 @dataclass(frozen=True, slots=True)

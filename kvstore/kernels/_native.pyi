@@ -236,7 +236,7 @@ class Store:
     def evict(self, rows: list[bytes], reason: int) -> list[tuple[int, int, int, int]]:
         """(ordinal in rows, class, bytes, age in seconds) of those that went; what was touched or promised since the peek stays."""
 
-    def ghosts(self, owner: bytes, keys: _U8) -> list[int]:
+    def ghosts(self, owner: bytes, keys: _U8) -> list[tuple[int, int, int, int, bytes]]:
         """Why each key is not here: 0 unknown, 1 expired, 2 evicted, 3 withdrawn, 4 corrupt. Reads files: not for a hot path."""
 
     def set_pressure_at(self, bytes: int) -> None: ...
@@ -319,6 +319,9 @@ class ClientPromise:
 
     def answered(self) -> _U64:
         """By extent: shards whose node has answered or failed."""
+
+    def last_buckets(self) -> _U32:
+        """By extent: time bucket of its last use before this touch, the newest that a node tells; 0 where none does."""
 
     def owing(self, age_seconds: float) -> _U32: ...
     def pending(self) -> int: ...

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +54,8 @@ class ReplayOptions:
     hedge: Literal["lazy", "eager"] = "lazy"
     deadline_seconds: float = 30.0  # of each verb
     lru_capacity_blocks: int | None = None  # also run exact LRU of this size over the same requests
-    log: Path | None = None  # Parquet access log
+    log: Path | None = None  # what each request met, one Parquet file
+    access_log: Path | None = None  # the client's own log, a folder (docs/ACCESS_LOG.md)
     metrics_port: int | None = None  # the client's /metrics on 127.0.0.1 while it plays; 0: any free port
     client: ClientConfig | None = None  # None: what suits the clock
     before_request: Callable[[int], None] | None = None  # ordinal, before it is handed to a worker
@@ -112,10 +113,11 @@ def wrong_bytes(keys: Keys, blocks: Blocks) -> int:
 
 
 def _client_config(options: ReplayOptions) -> ClientConfig:
+    config = ClientConfig(block_tokens=options.block_tokens, access_log=options.access_log)
     if options.clock == "wall":
-        return ClientConfig(block_tokens=options.block_tokens)
+        return config
     # A promise counts real seconds, in which a virtual clock passes many minutes: held for 60 s it would keep half of a small cache alive.
-    return ClientConfig(block_tokens=options.block_tokens, promise_seconds=PROMISE_SECONDS, promise_reuse_seconds=PROMISE_SECONDS / 2)
+    return replace(config, promise_seconds=PROMISE_SECONDS, promise_reuse_seconds=PROMISE_SECONDS / 2)
 
 
 @dataclass(slots=True)
@@ -189,6 +191,9 @@ class _Player:
             self._clock.advance_to(request.time_ms)
         outcome.started_seconds = self.elapsed_seconds()
         if not len(ids):
+            self._client.lookup(
+                np.empty((0, 32), np.uint8), retention_class=self._options.retention_class, input_tokens=request.input_tokens
+            )
             return outcome
         keys = block_keys(self._options, ids)
         self._look_up_and_load(request, keys, outcome)
@@ -199,7 +204,9 @@ class _Player:
     def _look_up_and_load(self, request: Request, keys: Keys, outcome: RequestOutcome) -> None:
         options = self._options
         began = time.perf_counter()
-        ticket = self._client.lookup(keys, retention_class=options.retention_class, deadline_seconds=options.deadline_seconds)
+        ticket = self._client.lookup(
+            keys, retention_class=options.retention_class, deadline_seconds=options.deadline_seconds, input_tokens=request.input_tokens
+        )
         outcome.lookup_seconds = time.perf_counter() - began
         outcome.hit_blocks = ticket.hit_blocks
         outcome.hit_tokens = hit_tokens(ticket.hit_blocks, request, options.block_tokens)

@@ -1,0 +1,201 @@
+"""Accounts of lookups: each, once, split into hit and reasons (reasons.py), counted, and written to the access log.
+
+    add(account)   any thread, never waits: what the lookup knows is put in a queue
+    one thread     asks two nodes of each missing key what they remember (WHY), a batch of lookups at a time; counts; logs
+
+Nothing waits for it: a lookup has been answered by then. A queue that is full, or a client that closes, leaves lookups counted with what is
+known without asking (`unexplained`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvstore.client.access_log import AccessLog
+from kvstore.client.counters import Counters
+from kvstore.client.native import GHOST, U8, WHY
+from kvstore.client.planner import Planner
+from kvstore.client.reasons import Gap, Ghost, Limits, Miss, Split, split
+from kvstore.kernels import _native
+from kvstore.placement import Placement
+from kvstore.wire import WHY_KEYS_MAX, encode_why
+
+log = logging.getLogger(__name__)
+
+QUEUE_MAX: Final = 4096  # lookups waiting: at 600 keys of 32 bytes each, 80 MB
+BATCH_MAX: Final = 64
+KEYS_AT_ONCE: Final = 1 << 14  # asked in one round
+LINGER_SECONDS: Final = 0.05  # one batch for the lookups of so long
+ASK_SECONDS: Final = 2.0
+_OTHERS: Final = 1  # beside the first: a node that was down while it happened remembers nothing
+
+
+@dataclass(slots=True)
+class Account:
+    """What one lookup knows of itself. `keys` (n, 32) is not copied: the caller leaves it as it is."""
+
+    unix_ms: int
+    retention_class: str
+    keys: U8
+    limits: Limits
+    hit_blocks: int
+    window_missing: bool
+    hit_ages: list[tuple[int, float]]
+    gaps: list[Gap]
+    late: bool
+    bucket: int
+    lookup_seconds: float
+    ghosts: list[Ghost] = field(default_factory=list)
+
+    def missing(self) -> list[int]:
+        """Blocks whose reason only the ghost index can tell."""
+        blocks = len(self.limits.bounds()) - 1
+        if self.hit_blocks >= blocks:
+            return []
+        open_blocks = np.ones(blocks, bool)
+        open_blocks[: self.hit_blocks] = False
+        for gap in self.gaps:
+            if gap.why is None or gap.why is Miss.FIDELITY:
+                open_blocks[gap.start : gap.end] = False
+        return np.flatnonzero(open_blocks).tolist()
+
+
+class Accounts:
+    """Of one client. `close()` before the core is closed."""
+
+    def __init__(
+        self,
+        core: _native.ClientCore,
+        placements: Mapping[int, Placement],
+        owner: bytes,
+        bucket_seconds: int,
+        counters: Counters,
+        access_log: AccessLog | None,
+    ) -> None:
+        self._core = core
+        self._placements = placements
+        self._owner = owner
+        self._bucket_seconds = bucket_seconds
+        self._counters = counters
+        self._log = access_log
+        self._queue: deque[Account] = deque()
+        self._changed = threading.Condition()
+        self._busy = self._stopping = False
+        self._hurry = 0  # who waits in flush()
+        self._thread: threading.Thread | None = None
+
+    def add(self, account: Account) -> None:
+        with self._changed:
+            if self._stopping:
+                return
+            if len(self._queue) < QUEUE_MAX:
+                self._queue.append(account)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="kvstore-accounts", daemon=True)
+                    self._thread.start()
+                elif len(self._queue) == 1:
+                    self._changed.notify_all()
+                return
+        self._counters.unexplained(1)
+        self._settle([account])
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Waits until all that was added is counted, and logged in a file. False when time passed first."""
+        with self._changed:
+            self._hurry += 1
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_seconds)
+            self._hurry -= 1
+        if done and self._log is not None:
+            self._log.roll()
+        return done
+
+    def close(self, timeout_seconds: float) -> None:
+        """Counts what waits, without asking when time is short; closes the log."""
+        self.flush(timeout_seconds)
+        with self._changed:
+            self._stopping = True
+            left = list(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        if left:
+            self._counters.unexplained(len(left))
+            self._settle(left)
+        if self._thread is not None:
+            self._thread.join(ASK_SECONDS + 1)
+        if self._log is not None:
+            self._log.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                due = self._log.due_seconds() if self._log is not None else None
+                self._changed.wait_for(lambda: bool(self._queue) or self._stopping, due)
+                if self._stopping:
+                    return
+                self._changed.wait_for(lambda: bool(self._hurry) or self._stopping or len(self._queue) >= BATCH_MAX, LINGER_SECONDS)
+                batch = [self._queue.popleft() for _ in range(min(BATCH_MAX, len(self._queue)))]
+                self._busy = bool(batch)
+            try:
+                if batch:
+                    self._ask(batch)
+            except Exception:  # a client that is being closed, or a bug: the lookups are counted all the same
+                log.debug("asking for reasons failed", exc_info=True)
+                self._counters.unexplained(len(batch))
+            self._settle(batch)
+            if self._log is not None and self._log.due_seconds() == 0:
+                self._log.roll()
+
+    def _settle(self, batch: list[Account]) -> None:
+        for account in batch:
+            try:
+                parts = self._split(account)
+                self._counters.accounted(account.retention_class, parts.missed, parts.ages, parts.age_token_seconds)
+                if self._log is not None:
+                    self._log.append(account.unix_ms, account.retention_class, parts, account.lookup_seconds, account.keys)
+            except Exception:
+                log.exception("a lookup could not be accounted for")
+
+    def _split(self, account: Account) -> Split:
+        return split(
+            account.keys, account.limits, account.hit_blocks, account.window_missing, account.hit_ages, account.gaps,
+            account.ghosts, account.late, account.bucket, self._bucket_seconds,
+        )  # fmt: skip
+
+    def _ask(self, batch: list[Account]) -> None:
+        wanted = [(account, block) for account in batch for block in account.missing()]
+        for at in range(0, len(wanted), KEYS_AT_ONCE):
+            self._ask_some(wanted[at : at + KEYS_AT_ONCE])
+
+    def _ask_some(self, wanted: list[tuple[Account, int]]) -> None:
+        keys = np.stack([account.keys[block] for account, block in wanted])
+        planner = Planner(self._placements, keys, self._core.health())
+        frames: list[tuple[int, list[int]]] = []
+        open_frames: dict[int, list[int]] = {}
+        rounds = (planner.first(), planner.elsewhere(np.arange(len(keys), dtype=np.int32), _OTHERS))
+        for indices, nodes in rounds:
+            for index, node in zip(indices.tolist(), nodes.tolist(), strict=True):
+                frame = open_frames.get(node)
+                if frame is None or len(frame) == WHY_KEYS_MAX:
+                    frame = open_frames[node] = []
+                    frames.append((node, frame))
+                frame.append(index)
+        body = [(node, WHY, encode_why([keys[index].tobytes() for index in frame], owner=self._owner)) for node, frame in frames]
+        answers = self._core.call_many(body, ASK_SECONDS)
+        for (_, frame), (status, answer) in zip(frames, answers, strict=True):
+            if status != 0 or len(answer) < 8 or (len(answer) - 8) % GHOST.itemsize:
+                continue
+            for row in np.frombuffer(answer, GHOST, offset=8):
+                if row["ordinal"] < len(frame) and 0 < row["blocks"] <= GHOST["tags"].itemsize:
+                    account, block = wanted[frame[row["ordinal"]]]
+                    tags = row["tags"][: row["blocks"]].tobytes()
+                    account.ghosts.append(Ghost(block, int(row["reason"]), int(row["last_bucket"]), tags))
