@@ -29,7 +29,7 @@ from kvstore.streams import open_standard_streams
 from kvstore.tomlfile import suggestion
 from kvstore.version import described
 
-COMMANDS: Final = ("up", "node", "status", "stats", "put", "get", "replay", "report", "demo", "bench", "fsck", "explain")
+COMMANDS: Final = ("up", "node", "status", "stats", "top", "put", "get", "replay", "report", "demo", "bench", "fsck", "explain")
 
 HELP_COLUMNS: Final = 100
 _DESCRIPTION: Final = "An open KV prompt cache: erasure-coded SSD block store for LLM inference hosts."
@@ -38,6 +38,7 @@ start here:
   kvstore demo                       ten seconds: a cluster, a trace, two nodes lost, every byte checked
   kvstore up                         12 nodes on this machine; Ctrl-C stops them, data is kept
   kvstore status                     is it well, and if not, what to do
+  kvstore top                        the same live
   kvstore put FILE && kvstore get FILE -o COPY
   kvstore replay trace.jsonl         what hit rate would your own traffic have?
   kvstore explain NODE_DOWN          what a health or error code means

@@ -124,11 +124,13 @@ class Output:
         """The command's answer: what --json prints as `data`, when the command ends."""
         self.returned = Result(data, tuple(health), cluster, epoch)
 
-    def frame(self, data: Mapping[str, Any], *, cluster: str | None = None, epoch: int | None = None) -> None:
+    def frame(
+        self, data: Mapping[str, Any], *, health: Sequence[Health] = (), cluster: str | None = None, epoch: int | None = None
+    ) -> None:
         """One object of a stream, printed at once."""
         self.framed = True
         if self.json:
-            print(json.dumps(self._envelope(Result(data, (), cluster, epoch), None, True)), flush=True)
+            print(json.dumps(self._envelope(Result(data, tuple(health), cluster, epoch), None, True)), flush=True)
 
     def finish(self, exit_code: int, error: KvstoreError | None = None) -> None:
         """Prints what is due at the end: the envelope, or the error's one line on stderr. Main calls it."""

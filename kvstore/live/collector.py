@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cli.cluster import NodeReport, ask_nodes
+from kvstore.cli.cluster import NodeReport, ask_nodes, require_some
 from kvstore.cli.health import evaluate, overall
 from kvstore.cli.output import Health, rfc3339_now
 from kvstore.cluster_view import group_lists, merged, retention, space
@@ -139,6 +139,10 @@ class Collector:
                 self._placement = Placement(self.map)
             down = {report.node.ordinal for report in self._reports if not report.up}
             return self._placement.losses_survived(down | {self.map.node(name).ordinal for name in without})
+
+    def require_some(self) -> None:
+        """Raises Unreachable where not one node answered the last look."""
+        require_some(self._reports, self.map)
 
     # --- one look ---
 
