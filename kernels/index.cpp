@@ -115,10 +115,10 @@ Owner owner_of_entry(const uint8_t* key) {
   return out;
 }
 
-RecencyKey recency_key(const uint8_t* entry_key, uint8_t retention_class, uint32_t bucket, uint32_t start_block) {
+RecencyKey recency_key(const uint8_t* entry_key, uint8_t queue, uint32_t bucket, uint32_t start_block) {
   RecencyKey out;
   uint8_t* p = out.data();
-  *p++ = retention_class;
+  *p++ = queue;
   std::memcpy(p, entry_key, OWNER_BYTES), p += OWNER_BYTES;
   store_be32(p, bucket), p += 4;
   store_be32(p, ~start_block), p += 4;
@@ -139,7 +139,8 @@ RecencyValue recency_value(const RecencyKey& key, uint32_t record_4k) {
   return {record_4k, check_of(key.data(), key.size(), &record_4k, 4)};
 }
 
-std::vector<uint8_t> encode_entry(const EntryKey& key, const RecordView& view, uint32_t segment, uint64_t offset, uint32_t bucket) {
+std::vector<uint8_t> encode_entry(const EntryKey& key, const RecordView& view, uint32_t segment, uint64_t offset, uint32_t bucket,
+                                  bool reused) {
   const RecordHead& h = view.head();
   std::vector<uint8_t> tail;
   int64_t last = h.start_block;
@@ -173,6 +174,7 @@ std::vector<uint8_t> encode_entry(const EntryKey& key, const RecordView& view, u
   f.write_epoch = h.write_epoch;
   f.layout_tag = h.layout_tag;
   f.fidelity = h.fidelity;
+  f.reused = reused;
   f.tail_bytes = uint16_t(tail.size());
   std::vector<uint8_t> value(sizeof f + 8 * size_t(h.block_count) + tail.size());
   std::memcpy(value.data(), &f, sizeof f);
@@ -182,11 +184,12 @@ std::vector<uint8_t> encode_entry(const EntryKey& key, const RecordView& view, u
   return value;
 }
 
-std::vector<uint8_t> with_last_use(const EntryKey& key, MDB_val value, uint32_t bucket, uint8_t retention_class) {
+std::vector<uint8_t> with_last_use(const EntryKey& key, MDB_val value, uint32_t bucket, uint8_t retention_class, bool reused) {
   const auto* p = static_cast<const uint8_t*>(value.mv_data);
   std::vector<uint8_t> out(p, p + value.mv_size);
   std::memcpy(out.data() + offsetof(EntryFixed, bucket), &bucket, 4);
   out[offsetof(EntryFixed, retention_class)] = retention_class;
+  out[offsetof(EntryFixed, reused)] = reused;
   seal_value(key, out);
   return out;
 }

@@ -1,11 +1,12 @@
 // The index of one node: an LMDB environment of three tables. docs/FORMAT.md is the text to this.
 //
 //   extents   owner 16 | extent key 32 | write id 8 | shard 1                          -> EntryFixed | tags | tail
-//   recency   class 1 | owner 16 | bucket BE4 | ~start BE4 | extent key 32 | write id 8 | shard 1 -> RecencyValue
+//   recency   queue 1 | owner 16 | bucket BE4 | ~start BE4 | extent key 32 | write id 8 | shard 1 -> RecencyValue
 //   (unnamed) "stop"                                                                   -> u64 of the last clean stop
 //   freed     segment BE4 | offset/4096 BE4                                            -> u32 blocks of 4 KiB, deleted but not yet punched
 //
-// Recency rows sort in the order in which they go: within a class and an owner the oldest first, later parts of a prompt first.
+// A queue is a class (lower four bits) of what was used again since it was written (bit 4) or was not.
+// Recency rows sort in the order in which they go: within a queue and an owner the oldest first, later parts of a prompt first.
 // Invariants: each extents row has exactly one recency row, written in the same transaction; a value's check covers its key.
 #pragma once
 #include <lmdb.h>
@@ -42,7 +43,7 @@ struct EntryFixed {
   uint8_t version, retention_class;
   uint8_t k, m, cipher, plane_count;
   uint64_t write_epoch, layout_tag;
-  uint8_t fidelity, zero1;
+  uint8_t fidelity, reused;    // 1: used in a later bucket than its first
   uint16_t tail_bytes;         // earlier starts as zigzag varint deltas | runs (varint count, varint shard_bytes / 32) over the planes
   uint32_t zero2;
 };
@@ -62,19 +63,24 @@ struct Entry {
   bool shard_bytes(std::vector<uint32_t>& out) const;            // plane_count numbers
 };
 
+inline constexpr uint8_t REUSED = 16;
+inline uint8_t queue_of(uint8_t retention_class, bool reused) { return uint8_t(retention_class | (reused ? REUSED : 0)); }
+inline uint8_t queue_of(const EntryFixed& f) { return queue_of(f.retention_class, f.reused); }
+
 GroupKey group_key(const Owner& owner, const uint8_t* extent_key);
 NameKey name_key(const Owner& owner, const uint8_t* extent_key, uint64_t write_id);
 EntryKey entry_key(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard);
 EntryKey entry_key_of(const RecordView& view);
 NameKey name_of_entry(const EntryKey& key);
 Owner owner_of_entry(const uint8_t* key);
-RecencyKey recency_key(const uint8_t* entry_key, uint8_t retention_class, uint32_t bucket, uint32_t start_block);
+RecencyKey recency_key(const uint8_t* entry_key, uint8_t queue, uint32_t bucket, uint32_t start_block);
 EntryKey entry_key_of_recency(const uint8_t* row);
 uint32_t bucket_of_recency(const uint8_t* row);
 
-std::vector<uint8_t> encode_entry(const EntryKey& key, const RecordView& view, uint32_t segment, uint64_t offset, uint32_t bucket);
+std::vector<uint8_t> encode_entry(const EntryKey& key, const RecordView& view, uint32_t segment, uint64_t offset, uint32_t bucket,
+                                  bool reused = false);
 // A changed copy of a value: place and sizes stay, last use and class move.
-std::vector<uint8_t> with_last_use(const EntryKey& key, MDB_val value, uint32_t bucket, uint8_t retention_class);
+std::vector<uint8_t> with_last_use(const EntryKey& key, MDB_val value, uint32_t bucket, uint8_t retention_class, bool reused);
 bool decode_entry(MDB_val key, MDB_val value, Entry& out);       // false: damaged
 bool decode_front(MDB_val key, MDB_val value, EntryFixed& out);  // lengths and version only, not the check
 RecencyValue recency_value(const RecencyKey& key, uint32_t record_4k);

@@ -76,6 +76,7 @@ class Segment {
   bool closing = false;                  // takes no more records
   bool end_known = false;                // append_at and offsets_4k are right: it may get its footer
   std::atomic<bool> sealed{false};       // has its footer
+  uint64_t footer_on_disk = 0;           // of a sealed one, once looked at; guarded by the store's free mutex
   std::atomic<bool> dirty{false};        // written since the last fdatasync
 
  private:

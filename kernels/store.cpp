@@ -375,8 +375,13 @@ Status StoreImpl::put(uint8_t* record, uint64_t bytes) {
     } else {
       op.segment->dirty = true;
       const uint32_t bucket = clamp_bucket(h.bucket);
-      op.recency = recency_key(op.key.data(), h.retention_class, bucket, h.start_block);
-      op.value = encode_entry(op.key, view, op.segment->id, offset, bucket);
+      bool reused = false;
+      {
+        std::lock_guard lock(chances_mutex_);
+        reused = second_chance_ && chances_.has(CuckooFilter::hash(op.key.data()));
+      }
+      op.recency = recency_key(op.key.data(), queue_of(h.retention_class, reused), bucket, h.start_block);
+      op.value = encode_entry(op.key, view, op.segment->id, offset, bucket, reused);
       commit_put(op);
       status = op.status;
     }

@@ -146,12 +146,12 @@ nb::list queues(Store& store) {
   }
   nb::list out;
   for (const auto& [id, totals] : rows)
-    out.append(nb::make_tuple(id.retention_class, to_bytes(id.owner.data(), OWNER_BYTES), totals.rows, totals.bytes));
+    out.append(nb::make_tuple(id.queue, to_bytes(id.owner.data(), OWNER_BYTES), totals.rows, totals.bytes));
   return out;
 }
 
-nb::list peek(Store& store, uint8_t retention_class, const nb::bytes& owner, uint32_t limit, const nb::bytes& after) {
-  const QueueId queue{retention_class, fixed<OWNER_BYTES>(owner, "owner")};
+nb::list peek(Store& store, uint8_t queue_byte, const nb::bytes& owner, uint32_t limit, const nb::bytes& after) {
+  const QueueId queue{queue_byte, fixed<OWNER_BYTES>(owner, "owner")};
   const bool past = after.size() > 0;
   const RecencyKey from = past ? fixed<RECENCY_KEY_BYTES>(after, "after") : RecencyKey{};
   std::vector<PeekedRow> rows;
@@ -315,15 +315,15 @@ uint32_t check_bytes(const nb::bytes& record) {
 }
 
 // (extents key, value, recency key, value) of a record at a place: what a put writes into the index.
-nb::tuple index_rows(const nb::bytes& record, uint32_t segment, uint64_t offset_bytes, uint32_t bucket) {
+nb::tuple index_rows(const nb::bytes& record, uint32_t segment, uint64_t offset_bytes, uint32_t bucket, bool reused) {
   std::vector<uint64_t> words(record.size() / 8 + 1);
   std::memcpy(words.data(), record.c_str(), record.size());
   const RecordView view{reinterpret_cast<const uint8_t*>(words.data())};
   if (check_head(view.base, record.size()) != Status::OK) throw nb::value_error("not a sound head");
   const RecordHead& h = view.head();
   const EntryKey key = entry_key_of(view);
-  const std::vector<uint8_t> value = encode_entry(key, view, segment, offset_bytes, bucket);
-  const RecencyKey row = recency_key(key.data(), h.retention_class, bucket, h.start_block);
+  const std::vector<uint8_t> value = encode_entry(key, view, segment, offset_bytes, bucket, reused);
+  const RecencyKey row = recency_key(key.data(), queue_of(h.retention_class, reused), bucket, h.start_block);
   const RecencyValue row_value = recency_value(row, uint32_t(align_up(h.record_bytes, RECORD_ALIGN) / RECORD_ALIGN));
   return nb::make_tuple(to_bytes(key.data(), key.size()), to_bytes(value.data(), value.size()), to_bytes(row.data(), row.size()),
                         to_bytes(&row_value, sizeof row_value));
@@ -373,7 +373,7 @@ void bind_store(nb::module_& m) {
       .def("bucket_now", &Store::bucket_now)
       .def("close", &Store::close, arg("clean") = true, release())
       .def("queues", &queues, "[(class, owner, rows, bytes)]")
-      .def("peek", &peek, arg("retention_class"), arg("owner"), arg("limit"), arg("after") = nb::bytes("", 0),
+      .def("peek", &peek, arg("queue"), arg("owner"), arg("limit"), arg("after") = nb::bytes("", 0),
            "[(bucket, row, bytes)], first to go first")
       .def("evict", &evict, arg("rows"), arg("reason"), "[(ordinal in rows, class, bytes, age seconds)] of those that went")
       .def("ghosts", &ghosts, arg("owner"), arg("keys"), "[(index of the key, reason, class, bucket of last use, one byte of each block's tag)], newest first for each key")
@@ -381,6 +381,7 @@ void bind_store(nb::module_& m) {
       .def("wait_pressure", [](Store& s, double timeout) { return impl(s).wait_pressure(timeout); }, arg("timeout_seconds"), release())
       .def("usage", &usage, "(used, zombie, capacity, disk free: bytes; index share)")
       .def("poke", [](Store& s) { impl(s).poke(); }, release(), "wakes wait_pressure")
+      .def("set_second_chance", [](Store& s, bool on) { impl(s).set_second_chance(on); }, arg("on"))
       .def("set_retentions", [](Store& s, const nb::sequence& seconds) { impl(s).set_retentions(retentions_of(seconds)); }, arg("seconds"))
       .def("wait_started", [](Store& s, double timeout) { return impl(s).wait_started(timeout); }, arg("timeout_seconds"), release())
       .def("flush", [](Store& s) { impl(s).flush(); }, release())
@@ -389,7 +390,7 @@ void bind_store(nb::module_& m) {
            arg("block_bytes") = 113920, arg("start_block") = 0, arg("bucket") = 0, arg("k") = 10, arg("m") = 2, arg("shard") = 0,
            arg("retention_class") = 2)
       .def("stats", &stats);
-  m.def("index_rows", &index_rows, arg("record"), arg("segment"), arg("offset_bytes"), arg("bucket"));
+  m.def("index_rows", &index_rows, arg("record"), arg("segment"), arg("offset_bytes"), arg("bucket"), arg("reused") = false);
   m.def("segment_footer", &footer, arg("segment"), arg("data_end_bytes"), arg("created_unix_ms"), arg("entries"));
   m.def("check_record", &check_bytes, arg("record"), "Status of a whole record: head, checks, every piece.");
 }

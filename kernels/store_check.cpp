@@ -45,10 +45,10 @@ std::vector<std::string> StoreImpl::check_integrity(bool deep) {
       }
       const EntryFixed& f = entry.fixed;
       const auto* name = static_cast<const uint8_t*>(key.mv_data);
-      const RecencyKey row = recency_key(name, f.retention_class, f.bucket, f.start_block);
+      const RecencyKey row = recency_key(name, queue_of(f), f.bucket, f.start_block);
       MDB_val row_key = val(row), row_value;
       if (mdb_get(reader.txn, index.recency, &row_key, &row_value) != 0) say(at + ": no recency row");
-      const QueueId queue{f.retention_class, owner_of_entry(name)};
+      const QueueId queue{queue_of(f), owner_of_entry(name)};
       totals[queue].rows++;
       totals[queue].bytes += int64_t(entry.padded_bytes());
       bytes += int64_t(entry.padded_bytes());
@@ -174,6 +174,7 @@ std::vector<std::pair<std::string, uint64_t>> StoreImpl::stats() {
   add("used_bytes", used_bytes());
   add("freeing_bytes", positive(freeing_bytes_));
   add("writing_bytes", positive(writing_bytes_));
+  add("zombie_bytes", zombie_bytes_);
   add("capacity_bytes", config_.capacity_bytes);
   add("disk_free_bytes", positive(disk_free_));
   add("segments", segments_.count());

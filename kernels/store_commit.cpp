@@ -139,7 +139,7 @@ void StoreImpl::remove_entry(MDB_txn* txn, const EntryKey& key, const Entry& ent
   GroupKey group;
   std::memcpy(group.data(), key.data(), GROUP_BYTES);
   const GhostRow ghost = Ghosts::row_of(group, fixed, entry.tags, reason);
-  const RecencyKey recency = recency_key(key.data(), fixed.retention_class, fixed.bucket, fixed.start_block);
+  const RecencyKey recency = recency_key(key.data(), queue_of(fixed), fixed.bucket, fixed.start_block);
   MDB_val row = val(key), recency_row = val(recency);
   int rc = mdb_del(txn, index_->extents, &row, nullptr);
   if (!rc) {
@@ -255,7 +255,7 @@ std::vector<Evicted> StoreImpl::evict(const std::vector<RecencyKey>& rows, Ghost
           if (rc) continue;   // gone already
           Entry entry;
           if (!decode_entry(row, value, entry)) throw IndexFault("value", MDB_CORRUPTED);
-          const RecencyKey now_row = recency_key(key.data(), entry.fixed.retention_class, entry.fixed.bucket, entry.fixed.start_block);
+          const RecencyKey now_row = recency_key(key.data(), queue_of(entry.fixed), entry.fixed.bucket, entry.fixed.start_block);
           const NameKey name = name_of_entry(key);
           // Last use is read again here, in the deleting transaction: what was touched or promised since the peek stays.
           if (now_row != rows[i] || touches_.waiting(name) || !pins_.begin_delete(name, now, false)) {
@@ -282,9 +282,23 @@ std::vector<Evicted> StoreImpl::evict(const std::vector<RecencyKey>& rows, Ghost
     }
     at += batch;
     const uint32_t bucket = bucket_now();
+    uint64_t rows_held;
+    {
+      std::lock_guard commit(commit_mutex_);
+      rows_held = uint64_t(std::max<int64_t>(entries_, 0));
+    }
     for (const Removed& r : removed)
       out.push_back({r.row, r.fixed.retention_class, align_up(r.fixed.record_bytes, RECORD_ALIGN),
                      bucket > r.fixed.bucket ? uint64_t(bucket - r.fixed.bucket) * config_.bucket_seconds : 0});
+    if (reason == GhostReason::EVICTED) {
+      std::lock_guard lock(chances_mutex_);
+      for (const Removed& r : removed) {
+        if (!second_chance_ || r.fixed.reused) continue;
+        chances_.add(CuckooFilter::hash(r.key.data()));
+        // As many as the store holds: all twelve nodes of an extent forget it at about the same time.
+        if (chances_.count() >= std::clamp(rows_held, uint64_t(1024), chances_.keys_max())) chances_.rotate();
+      }
+    }
     counters_.evicted += removed.size();
   }
   return out;
@@ -323,11 +337,12 @@ void StoreImpl::apply_touches(Index& index, const std::vector<std::pair<NameKey,
         if (bucket == before.bucket && retention == before.retention_class) continue;
         EntryKey found;
         std::memcpy(found.data(), key.mv_data, ENTRY_KEY_BYTES);
-        std::vector<uint8_t> changed = with_last_use(found, value, bucket, retention);
+        const bool reused = before.reused || bucket > before.bucket;
+        std::vector<uint8_t> changed = with_last_use(found, value, bucket, retention, reused);
         MDB_val row = val(found), data = val(changed);
         rc = mdb_cursor_put(cursor, &row, &data, MDB_CURRENT);
-        const RecencyKey old_row = recency_key(found.data(), before.retention_class, before.bucket, before.start_block);
-        const RecencyKey new_row = recency_key(found.data(), retention, bucket, before.start_block);
+        const RecencyKey old_row = recency_key(found.data(), queue_of(before), before.bucket, before.start_block);
+        const RecencyKey new_row = recency_key(found.data(), queue_of(retention, reused), bucket, before.start_block);
         const RecencyValue recency = recency_value(new_row, entry.padded_4k());
         MDB_val old_key = val(old_row), new_key = val(new_row), new_value = val(&recency, sizeof recency);
         if (!rc) rc = mdb_del(txn.txn, index.recency, &old_key, nullptr);
@@ -335,7 +350,7 @@ void StoreImpl::apply_touches(Index& index, const std::vector<std::pair<NameKey,
         if (!rc) rc = mdb_put(txn.txn, index.recency, &new_key, &new_value, 0);
         if (rc) throw IndexFault("touch", rc);
         EntryFixed after = before;
-        after.bucket = bucket, after.retention_class = retention;
+        after.bucket = bucket, after.retention_class = retention, after.reused = reused;
         moved.push_back({found, before, after});
       }
       if (rc && rc != MDB_NOTFOUND) throw IndexFault("touch", rc);
@@ -349,7 +364,7 @@ void StoreImpl::apply_touches(Index& index, const std::vector<std::pair<NameKey,
   }
   if (config_.strict_sync) index.sync();
   for (const Moved& m : moved)
-    if (m.before.retention_class != m.after.retention_class) {
+    if (queue_of(m.before) != queue_of(m.after)) {
       account(m.key, m.before, -1);
       account(m.key, m.after, +1);
     }
@@ -364,7 +379,7 @@ void StoreImpl::account(const EntryKey& key, const EntryFixed& fixed, int sign) 
   used_bytes_ += bytes;
   if (!in_totals(key.data())) return;   // the start scan has not come by yet and will see it
   entries_ += sign;
-  const QueueId queue{fixed.retention_class, owner_of_entry(key.data())};
+  const QueueId queue{queue_of(fixed), owner_of_entry(key.data())};
   QueueTotals& totals = totals_[queue];
   totals.rows += sign;
   totals.bytes += bytes;

@@ -5,7 +5,7 @@
 
 namespace kv {
 
-// A queue is one class of one owner. Totals are right once the start scan is over.
+// A queue is one class of one owner, of what was used again or was not. Totals are right once the start scan is over.
 std::vector<std::pair<QueueId, QueueTotals>> StoreImpl::queues() {
   std::lock_guard commit(commit_mutex_);
   return {totals_.begin(), totals_.end()};
@@ -19,7 +19,7 @@ std::vector<PeekedRow> StoreImpl::peek(const QueueId& queue, uint32_t limit, con
     MDB_cursor* cursor = nullptr;
     if (int rc = mdb_cursor_open(reader.txn, index.recency, &cursor)) throw IndexFault("peek", rc);
     uint8_t prefix[1 + OWNER_BYTES];
-    prefix[0] = queue.retention_class;
+    prefix[0] = queue.queue;
     std::memcpy(prefix + 1, queue.owner.data(), OWNER_BYTES);
     MDB_val key = after ? val(*after) : val(prefix, sizeof prefix), value;
     int rc = mdb_cursor_get(cursor, &key, &value, MDB_SET_RANGE);
@@ -76,6 +76,12 @@ void StoreImpl::why(const Owner& owner, const uint8_t* keys, uint32_t count, std
     std::memcpy(at, &ghost, sizeof ghost);
     at += sizeof ghost;
   }
+}
+
+void StoreImpl::set_second_chance(bool on) {
+  std::lock_guard lock(chances_mutex_);
+  second_chance_ = on;
+  if (!on) chances_.clear();
 }
 
 void StoreImpl::set_retentions(const std::array<uint32_t, CLASSES_MAX>& seconds) {

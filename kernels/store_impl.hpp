@@ -24,13 +24,14 @@
 #include "ghosts.hpp"
 #include "index.hpp"
 #include "pins.hpp"
+#include "seen.hpp"
 #include "segments.hpp"
 #include "store.hpp"
 
 namespace kv {
 
 struct QueueId {
-  uint8_t retention_class;
+  uint8_t queue;               // index.hpp: class and reuse
   Owner owner;
   auto operator<=>(const QueueId&) const = default;
 };
@@ -69,6 +70,8 @@ class StoreImpl final : public Store {
   std::vector<std::pair<QueueId, QueueTotals>> queues();
   std::vector<PeekedRow> peek(const QueueId& queue, uint32_t limit, const RecencyKey* after);
   std::vector<Evicted> evict(const std::vector<RecencyKey>& rows, GhostReason reason);
+  // What is evicted unused is remembered; written again, it is of the reused from the start (S3-FIFO's ghost queue).
+  void set_second_chance(bool on);
   void set_pressure_at(uint64_t bytes) { pressure_at_ = bytes; }
   // Bytes that puts found no room for since the last call; 1 if only pressure_at was passed or poke() was called; 0: the time is over.
   uint64_t wait_pressure(double timeout_seconds);
@@ -168,6 +171,7 @@ class StoreImpl final : public Store {
   void run_sync();
   void sync_data();
   void look_at_disk();
+  void look_for_zombies();
   void advance_epoch();
   void punch_some(uint64_t ms_max, size_t look, uint64_t after_ms);
   bool forget_freed(Index& index, const std::vector<Freed>& places);
@@ -208,6 +212,9 @@ class StoreImpl final : public Store {
   Pins pins_;
   Touches touches_;
   Tombstones tombstones_;
+  std::mutex chances_mutex_;
+  bool second_chance_ = false;                  // guarded by chances_mutex_, as is the next
+  Seen chances_;
   std::unique_ptr<Ghosts> ghosts_;
   Counters counters_;
 
@@ -215,6 +222,7 @@ class StoreImpl final : public Store {
   std::atomic<int64_t> freeing_bytes_{0};       // deleted, not yet punched
   std::atomic<int64_t> writing_bytes_{0};       // being written
   std::atomic<int64_t> disk_free_{INT64_MAX};
+  std::atomic<uint64_t> zombie_bytes_{0};       // allocated in segments, and of neither entries nor footers nor about to be punched
   std::atomic<double> map_share_{0};
   std::atomic<uint64_t> pressure_at_{UINT64_MAX};
   std::mutex pressure_mutex_;

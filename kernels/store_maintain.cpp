@@ -1,4 +1,5 @@
 // What happens without being asked: touches into the index, syncs, footers, holes, a larger filter, a new index for a damaged one.
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@ constexpr uint32_t TICK_MS = 50;
 constexpr uint32_t PUNCH_MS = 10, PUNCH_MS_BEHIND = 40;   // of a tick; a punch takes 0.2 ms, under load 1.8 ms
 constexpr size_t PUNCH_LOOK = 8192;                // places looked at in one tick, the longest free first
 constexpr uint64_t PUNCH_AFTER_MS = 1000;          // neighbours that follow are merged, a segment that empties is unlinked whole
+constexpr uint64_t ZOMBIES_EVERY_MS = 10000;       // one stat a segment: 60,000 of a 15 TB disk take 60 ms
 constexpr uint64_t PUNCH_BYTES_MAX = 16u << 20;    // of one hole: a read of the same file waits for it
 
 }  // namespace
@@ -31,8 +33,33 @@ void StoreImpl::look_at_disk() {
   if (statvfs(config_.dir.c_str(), &fs) == 0) disk_free_ = int64_t(fs.f_bavail) * int64_t(fs.f_frsize);
 }
 
+// Bytes that nothing accounts for: left by a crash or a failed punch, or a fault of ours. Called while nothing is punched.
+void StoreImpl::look_for_zombies() {
+  const auto owned = [&] {
+    std::lock_guard commit(commit_mutex_);
+    return used_bytes_ + freeing_bytes_ + writing_bytes_;
+  };
+  const int64_t before = owned();
+  int64_t allocated = 0;
+  for (const auto& segment : segments_.all()) {
+    struct stat st{};
+    if (stat(segment->path.c_str(), &st) != 0) continue;
+    allocated += int64_t(st.st_blocks) * 512;
+    if (!segment->sealed) continue;
+    if (!segment->footer_on_disk) {
+      FooterTrailer trailer{};
+      if (segment->hold() < 0) continue;
+      if (SegmentFiles::read_all(segment->fd(), reinterpret_cast<uint8_t*>(&trailer), sizeof trailer, uint64_t(st.st_size) - sizeof trailer))
+        segment->footer_on_disk = trailer.footer_bytes;
+      segment->unhold();
+    }
+    allocated -= int64_t(segment->footer_on_disk);
+  }
+  zombie_bytes_ = uint64_t(std::max<int64_t>(allocated - std::max(before, owned()), 0));
+}
+
 void StoreImpl::run_maintenance() {
-  uint64_t last_second = 0, last_purge = 0;
+  uint64_t last_second = 0, last_purge = 0, last_zombies = 0;
   while (pause(TICK_MS)) {
     if (index_bad_) replace_index();
     {
@@ -62,6 +89,13 @@ void StoreImpl::run_maintenance() {
     }
     std::lock_guard one(free_mutex_);
     remove_empty_segments();
+    if (now - last_zombies >= ZOMBIES_EVERY_MS) {
+      last_zombies = now;
+      std::unique_lock lock(stop_mutex_);
+      const bool started = started_;
+      lock.unlock();
+      if (started) look_for_zombies();
+    }
     const bool behind = config_.capacity_bytes && freeing_bytes_ > int64_t(config_.capacity_bytes / 32);
     punch_some(behind ? PUNCH_MS_BEHIND : PUNCH_MS, PUNCH_LOOK, behind ? 0 : PUNCH_AFTER_MS);
   }
@@ -285,6 +319,7 @@ void StoreImpl::flush() {
     remove_empty_segments();
     punch_some(UINT64_MAX, SIZE_MAX, 0);
   }
+  look_for_zombies();
 }
 
 }  // namespace kv

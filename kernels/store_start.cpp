@@ -22,6 +22,8 @@ namespace fs = std::filesystem;
 
 namespace {
 
+constexpr uint64_t CHANCES_MAX = 4u << 20;   // 16 MiB in two generations: a day of writes of a busy node
+
 constexpr uint64_t CRASH_WINDOW_MS = 60000;
 constexpr double CLOSE_WAIT_SECONDS = 10;
 constexpr uint64_t INDEX_MAP_MIN = 1ull << 30;
@@ -63,7 +65,8 @@ StoreImpl::StoreImpl(const StoreConfig& config)
     : config_(checked(config)),
       lock_(std::make_unique<DirLock>(config_.dir)),
       segments_(config_.dir + "/segments", config_.segment_bytes, config_.strict_sync),
-      pins_(config_.pins_max) {
+      pins_(config_.pins_max),
+      chances_(std::clamp<uint64_t>(config_.capacity_bytes / RECORD_ALIGN, 4096, CHANCES_MAX)) {
   for (uint32_t c = 0; c < CLASSES_MAX; c++) retention_[c] = config_.retention_seconds[c];
   const uint64_t ghost_bytes_max = std::max<uint64_t>(1 << 20, config_.capacity_bytes ? config_.capacity_bytes / 2000 : 256ull << 20);
   ghosts_ = std::make_unique<Ghosts>(config_.dir + "/ghosts", ghost_bytes_max);
@@ -318,7 +321,7 @@ bool StoreImpl::scan_index(bool with_totals, Ranges* owned) {
         const EntryFixed& f = entry.fixed;
         entries_++;
         if (config_.virtual_clock) clamp_bucket(f.bucket);
-        QueueTotals& totals = totals_[{f.retention_class, owner_of_entry(bytes)}];
+        QueueTotals& totals = totals_[{queue_of(f), owner_of_entry(bytes)}];
         totals.rows++;
         totals.bytes += int64_t(entry.padded_bytes());
         if (f.segment == SEGMENT_SYNTHETIC) continue;

@@ -13,6 +13,7 @@ retention classes) stands in the map and nowhere else. Addresses may change with
     [classes.chat]                       weight = 1.0
     id = 2                               disk = "nvme0"
     keep = "7d"
+    share = 1.0
 """
 
 from __future__ import annotations
@@ -48,11 +49,24 @@ class RetentionClass:
     name: str
     id: int
     keep_seconds: float  # 0: dropped first, kept only while there is room
+    share: float = 1.0  # of a node's capacity; past it this class loses its own oldest first, and only when room is needed
 
+
+POLICIES: Final = ("lru", "s3fifo", "sieve")  # what goes when room is needed (kvstore/gc/replacement.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What all nodes and clients have to do alike, lest some of an extent's shards be kept and others not."""
+
+    policy: str = "lru"
+
+
+NO_RULES: Final = Rules()
 
 DEFAULT_CLASSES: Final = (
     RetentionClass("none", 0, 0.0),
-    RetentionClass("batch", 1, 3600.0),
+    RetentionClass("batch", 1, 3600.0, 0.02),
     RetentionClass("chat", 2, 7 * 86400.0),
     RetentionClass("agent", 3, 3 * 86400.0),
 )
@@ -92,6 +106,7 @@ class ClusterMap:
     epochs: Mapping[int, Epoch]
     bucket_seconds: int = 60
     classes: Mapping[str, RetentionClass] = field(default_factory=lambda: {c.name: c for c in DEFAULT_CLASSES})
+    rules: Rules = NO_RULES
 
     @cached_property
     def epoch(self) -> int:
@@ -139,11 +154,12 @@ class ClusterMap:
         m: int = 2,
         bucket_seconds: int = 60,
         classes: Sequence[RetentionClass] = DEFAULT_CLASSES,
+        rules: Rules = NO_RULES,
     ) -> ClusterMap:
         """A map of one epoch over `nodes`, checked like a file."""
         listed = tuple(replace(node, ordinal=i) for i, node in enumerate(nodes))
         epochs = {1: Epoch(1, listed, pg_bits_for(len(listed), k + m))}
-        return cls.parse(cls(cluster_id, k, m, listed, epochs, bucket_seconds, {c.name: c for c in classes}).to_toml())
+        return cls.parse(cls(cluster_id, k, m, listed, epochs, bucket_seconds, {c.name: c for c in classes}, rules).to_toml())
 
     def with_epoch(self, nodes: Sequence[Node], member_ids: Sequence[str]) -> ClusterMap:
         """The next epoch: `nodes` are appended to the list, `member_ids` are its members. What was there stays."""
@@ -175,8 +191,11 @@ class ClusterMap:
     def to_toml(self) -> str:
         """Text that parse reads back to an equal map."""
         lines = [f"cluster = {_quote(self.cluster_id)}", f"k = {self.k}", f"m = {self.m}", f"bucket_seconds = {self.bucket_seconds}"]
+        lines += [f"policy = {_quote(self.rules.policy)}"] if self.rules.policy != "lru" else []
         for c in sorted(self.classes.values(), key=lambda c: c.id):
             lines += ["", f"[classes.{c.name}]", f"id = {c.id}", f"keep = {c.keep_seconds!r}"]
+            default = next((known.share for known in DEFAULT_CLASSES if known.name == c.name), 1.0)
+            lines += [f"share = {c.share!r}"] if c.share != default else []
         for n in self.nodes:
             lines += ["", "[[node]]", f"id = {_quote(n.id)}", f"host = {_quote(n.host)}", f"address = {_quote(n.address)}"]
             optional = (("admin", n.admin_address), ("metrics", n.metrics_address), ("disk", n.disk))
@@ -211,8 +230,11 @@ def _read(file: TomlFile) -> ClusterMap:
     classes = _read_classes(top)
     nodes = _read_nodes(top.tables("node"), file)
     epochs = _read_epochs(top.tables("epoch"), {node.id: node for node in nodes}, k + m, file)
+    rules = Rules(
+        top.text("policy", "lru", pattern="|".join(POLICIES), form=", ".join(POLICIES)),
+    )
     top.done()
-    return ClusterMap(cluster_id, k, m, nodes, epochs, bucket_seconds, classes)
+    return ClusterMap(cluster_id, k, m, nodes, epochs, bucket_seconds, classes, rules)
 
 
 def _read_classes(top: Table) -> dict[str, RetentionClass]:
@@ -221,8 +243,9 @@ def _read_classes(top: Table) -> dict[str, RetentionClass]:
         default = classes.get(name)
         number = table.integer("id", 0, CLASSES_MAX - 1, default.id if default else ...)
         keep = table.parsed("keep", parse_seconds, default.keep_seconds if default else ...)
+        share = table.number("share", 0.0, 1.0, default.share if default else 1.0)
         table.done()
-        classes[name] = RetentionClass(name, number, keep)
+        classes[name] = RetentionClass(name, number, keep, share)
         for other in classes.values():
             if other.id == number and other.name != name:
                 raise table.fail("E134", "id", f'classes "{other.name}" and "{name}" share id {number}', "give each class its own id")

@@ -10,6 +10,7 @@ Unknown keys and bad values are errors, never silently a default. Data, state an
     nodes       KVSTORE_NODES       --nodes      1 to 128        12       (up, demo)
     capacity    KVSTORE_CAPACITY    --capacity   size            4GB      (up: of each node)
     io          KVSTORE_IO          --io         auto/buffered/direct  auto
+    policy      KVSTORE_POLICY      --policy     lru/s3fifo/sieve  lru    (up: what goes when room is needed)
     port        KVSTORE_PORT        --port       0 to 65000      7400     (up: the first of its ports)
     class       KVSTORE_CLASS       --class      name            chat     (put: retention class)
     [owners.*]                      --owner      tables          none     (node, up: floors and caps, kvstore/owners.py)
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.clustermap import POLICIES
 from kvstore.errors import ConfigError
 from kvstore.owners import Owner, owner_of_table
 from kvstore.tomlfile import TomlFile
@@ -86,6 +88,7 @@ _SETTINGS: Final[dict[str, tuple[Callable[[Any], Any], Any]]] = {
     "nodes": (_integer(1, 128), 12),
     "capacity": (parse_bytes, 4_000_000_000),
     "io": (_one_of("auto", "buffered", "direct"), "auto"),
+    "policy": (_one_of(*POLICIES), "lru"),
     "port": (_integer(0, 65_000), 7400),
     "class": (_name, "chat"),
 }

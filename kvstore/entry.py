@@ -1,11 +1,12 @@
 """Rows of a node's index, as LMDB holds them. Twin of kernels/index.hpp, for checks and tests; docs/FORMAT.md is the text to this.
 
     extents   owner 16 | extent key 32 | write id 8 | shard 1  ->  FIXED | tags u64[blocks] | tail
-    recency   class 1 | owner 16 | bucket BE4 | ~start BE4 | extent key 32 | write id 8 | shard 1  ->  u32 padded bytes / 4096, u32 check
+    recency   queue 1 | owner 16 | bucket BE4 | ~start BE4 | extent key 32 | write id 8 | shard 1  ->  u32 padded bytes / 4096, u32 check
     freed     segment BE4 | offset / 4096 BE4  ->  u32 bytes / 4096
 
-The tail: earlier starts as zigzag varints of their differences (the first to the start block), then runs over the planes: varint count,
-varint shard bytes / 32. Invariants: each extents row has exactly one recency row; a check covers the key and the rest of the value.
+A queue: class, + 16 for what was used in a later bucket than its first. The tail: earlier starts as zigzag varints of their differences
+(the first to the start block), then runs over the planes: varint count, varint shard bytes / 32. Invariants: each extents row has exactly
+one recency row; a check covers the key and the rest of the value.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import xxhash
 from kvstore.record import ALIGN, SHARD_ALIGN, Head, head_bytes_of, padded_bytes
 
 VERSION = 1
+REUSED = 16  # of a queue's number
 SEGMENT_SYNTHETIC = 0  # of entries without bytes (benchmarks)
 KEY = struct.Struct("<16s32s8sB")
 FIXED = struct.Struct("<IIIIIIIIIHHHBBBBBBQQBBHI")
@@ -48,6 +50,7 @@ class Entry:
     record_bytes: int
     bucket: int
     retention_class: int
+    reused: bool
     start_block: int
     tags: tuple[int, ...]
     earlier: tuple[int, ...]
@@ -97,22 +100,22 @@ def _tail(start_block: int, earlier: Sequence[int], shard_bytes: Sequence[int]) 
     return out
 
 
-def recency_key(key: bytes, retention_class: int, bucket: int, start_block: int) -> bytes:
-    return bytes([retention_class]) + key[:16] + struct.pack(">II", bucket, 0xFFFFFFFF - start_block) + key[16:]
+def recency_key(key: bytes, retention_class: int, bucket: int, start_block: int, reused: bool = False) -> bytes:
+    return bytes([retention_class + (REUSED if reused else 0)]) + key[:16] + struct.pack(">II", bucket, 0xFFFFFFFF - start_block) + key[16:]
 
 
-def encode(head: Head, segment: int, offset_bytes: int, bucket: int) -> Row:
+def encode(head: Head, segment: int, offset_bytes: int, bucket: int, reused: bool = False) -> Row:
     """The rows of a record at a place, last used in `bucket`."""
     key = KEY.pack(head.owner, head.extent_key, struct.pack("<Q", head.write_id), head.shard)
     tail = _tail(head.start_block, head.earlier, head.shard_bytes)
     value = FIXED.pack(
         0, segment, offset_bytes // ALIGN, head.record_bytes, bucket, head.start_block, head.pg, head.block_bytes, head.kv_group,
         head.depth, len(head.tags), len(head.earlier), VERSION, head.retention_class, head.k, head.m, head.cipher, len(head.plane_bytes),
-        head.write_epoch, head.layout_tag, head.fidelity, 0, len(tail), 0,
+        head.write_epoch, head.layout_tag, head.fidelity, reused, len(tail), 0,
     )  # fmt: skip
     value += struct.pack(f"<{len(head.tags)}Q", *head.tags) + tail
     value = struct.pack("<I", _check(key, value[4:])) + value[4:]
-    row = recency_key(key, head.retention_class, bucket, head.start_block)
+    row = recency_key(key, head.retention_class, bucket, head.start_block, reused)
     pages = struct.pack("<I", padded_bytes(head.record_bytes) // ALIGN)
     return Row(key, value, row, pages + struct.pack("<I", _check(row, pages)))
 
@@ -122,7 +125,7 @@ def decode(key: bytes, value: bytes) -> Entry | None:
     if len(key) != KEY.size or len(value) < FIXED.size:
         return None
     (check, segment, offset_4k, record_bytes, bucket, start, _, _, _, _, blocks, earlier_count, version, retention, _, _, _, planes,
-     _, _, _, _, tail_bytes, _) = FIXED.unpack_from(value)  # fmt: skip
+     _, _, _, reused, tail_bytes, _) = FIXED.unpack_from(value)  # fmt: skip
     if version != VERSION or len(value) != FIXED.size + 8 * blocks + tail_bytes or check != _check(key, value[4:]):
         return None
     tags = struct.unpack_from(f"<{blocks}Q", value, FIXED.size)
@@ -141,8 +144,8 @@ def decode(key: bytes, value: bytes) -> Entry | None:
         return None
     owner, extent_key, write_id, shard = KEY.unpack(key)
     return Entry(
-        owner, extent_key, int.from_bytes(write_id, "little"), shard, segment, offset_4k * ALIGN, record_bytes, bucket, retention, start,
-        tags, tuple(earlier), tuple(shard_bytes),
+        owner, extent_key, int.from_bytes(write_id, "little"), shard, segment, offset_4k * ALIGN, record_bytes, bucket, retention,
+        bool(reused), start, tags, tuple(earlier), tuple(shard_bytes),
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ REUSE_AGE_BOUNDS_SECONDS: Final = tuple(h * HOUR for h in (1 / 60, 1 / 12, 1, 6,
 OPS: Final = ("hello", "discover", "promise", "withdraw", "why", "read", "write")
 CLASSES: Final = ("none", "batch", "chat", "agent", "other")
 RESULTS: Final = ("ok", "not_found", "busy", "no_space", "stale_map", "draining", "refused", "corrupt", "error")
+GONE_REASONS: Final = ("lru", "share", "quota", "expired")  # room for others; a class's share, an owner's cap passed; its time over
 MODELS: Final = ("default",)  # a client has one, which its configuration names
 OWNERS: Final = (DEFAULT, OTHER)  # a daemon adds those that its configuration names (kvstore/owners.py)
 
@@ -87,8 +88,8 @@ NODE: Final = (
     Metric(
         "kvstore_disk_used_bytes",
         "gauge",
-        "Bytes on disk; freeing: no longer in the index, not yet given back.",
-        {"kind": ("shards", "freeing", "index")},
+        "Bytes on disk; freeing: no longer in the index, not yet given back; zombie: allocated, and nothing accounts for them.",
+        {"kind": ("shards", "freeing", "index", "zombie")},
     ),
     Metric("kvstore_disk_written_bytes_total", "counter", "Bytes of records written."),
     Metric("kvstore_disk_punched_bytes_total", "counter", "Bytes given back to the file system."),
@@ -111,9 +112,16 @@ NODE: Final = (
         "Where the filter of this process came from: saved at the last stop, saved and not believed, or built by the start scan.",
         {"result": ("loaded", "ignored", "built")},
     ),
-    Metric("kvstore_evicted_extents_total", "counter", "Shards evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
-    Metric("kvstore_evicted_bytes_total", "counter", "Bytes evicted.", {**_CLASS, "reason": ("lru", "quota", "expired")}),
+    Metric("kvstore_evicted_extents_total", "counter", "Shards evicted.", {**_CLASS, "reason": GONE_REASONS}),
+    Metric("kvstore_evicted_bytes_total", "counter", "Bytes evicted.", {**_CLASS, "reason": GONE_REASONS}),
+    Metric(
+        "kvstore_evicted_contract_bytes_total",
+        "counter",
+        "Bytes evicted, by whether their class's time since the last use was over (kept) or not (broken).",
+        {**_CLASS, "reason": GONE_REASONS, "contract": ("kept", "broken")},
+    ),
     Metric("kvstore_eviction_age_seconds", "histogram", "Seconds from the last use of what was evicted.", _CLASS, AGE_BOUNDS_SECONDS),
+    Metric("kvstore_class_share_bytes", "gauge", "Bytes past which a class loses its own oldest first, when room is needed.", _CLASS),
     Metric("kvstore_owner_used_bytes", "gauge", "Bytes of records of an owner.", {"owner": OWNERS}),
     Metric("kvstore_class_used_bytes", "gauge", "Bytes of records of a class.", _CLASS),
     Metric("kvstore_owner_floor_bytes", "gauge", "Bytes below which an owner loses nothing to others.", {"owner": OWNERS}),
@@ -278,15 +286,21 @@ def class_label(class_id: int, names: Mapping[int, str] | None = None) -> str:
 
 
 class EvictionMetrics:
-    """What the evictor tells: one call for each batch of one class and reason."""
+    """What the evictor tells: one call for each batch of one class and reason. `contract_seconds`: by class name."""
 
-    def __init__(self) -> None:
+    def __init__(self, contract_seconds: Mapping[str, float] | None = None) -> None:
+        self.contract_seconds = contract_seconds or {}
         self.extents: dict[tuple[str, str], int] = {}
         self.bytes: dict[tuple[str, str], int] = {}
+        self.contract_bytes: dict[tuple[str, str, str], int] = {}
         self.ages: dict[str, Histogram] = {}
 
     def evicted(self, retention_class: str, reason: str, sizes_bytes: Sequence[int], ages_seconds: Sequence[float]) -> None:
+        contract = self.contract_seconds.get(retention_class, 0.0)
         retention_class = retention_class if retention_class in CLASSES else "other"  # operators' own classes
+        for size, age in zip(sizes_bytes, ages_seconds, strict=True):
+            told = retention_class, reason, "kept" if age >= contract else "broken"
+            self.contract_bytes[told] = self.contract_bytes.get(told, 0) + size
         key = retention_class, reason
         self.extents[key] = self.extents.get(key, 0) + len(sizes_bytes)
         self.bytes[key] = self.bytes.get(key, 0) + sum(sizes_bytes)
@@ -300,6 +314,8 @@ class EvictionMetrics:
             values.set("kvstore_evicted_extents_total", count, name, reason)
         for (name, reason), count in list(self.bytes.items()):
             values.set("kvstore_evicted_bytes_total", count, name, reason)
+        for labels, count in list(self.contract_bytes.items()):
+            values.set("kvstore_evicted_contract_bytes_total", count, *labels)
         for name, ages in list(self.ages.items()):
             values.histogram("kvstore_eviction_age_seconds", list(ages.counts), ages.total, name)
 
@@ -313,6 +329,7 @@ class NodeFacts:
     ready: bool = False
     started_unix_seconds: float = 0.0
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
+    class_shares: Mapping[str, float] = field(default_factory=dict)
     class_names: Mapping[int, str] = field(default_factory=dict)
     owners: Sequence[Owner] = ()
 
@@ -352,6 +369,9 @@ def node_registry(
         for name, seconds in facts.retention_seconds.items():
             if name in CLASSES:
                 values.set("kvstore_retention_contract_seconds", seconds, name)
+        for name, share in facts.class_shares.items():
+            if name in CLASSES:
+                values.set("kvstore_class_share_bytes", share * facts.capacity_bytes, name)
         if evictions is not None:
             evictions.read(values)
         for owner in facts.owners:
@@ -409,6 +429,7 @@ def read_store(stats: Mapping[str, Any], values: Values) -> None:
     values.set("kvstore_node_discover_keys_total", stats["discover_keys_total"] - stats["discover_filtered_total"], "index")
     values.set("kvstore_disk_used_bytes", stats["used_bytes"], "shards")
     values.set("kvstore_disk_used_bytes", stats["freeing_bytes"], "freeing")
+    values.set("kvstore_disk_used_bytes", stats["zombie_bytes"], "zombie")
     values.set("kvstore_disk_used_bytes", stats.get("index_bytes", 0), "index")  # absent while the index is replaced
     values.set("kvstore_disk_written_bytes_total", stats["put_bytes_total"])
     values.set("kvstore_disk_punched_bytes_total", stats["punched_bytes_total"])

@@ -68,6 +68,15 @@ def test_a_map_reads_back_equal_from_its_own_text(tmp_path: Path) -> None:
     assert ClusterMap.parse(odd.to_toml()) == odd and odd.classes["year"].keep_seconds == 365.25 * 86400
 
 
+def test_a_class_has_the_share_that_the_map_says_and_batch_a_fiftieth_unless_it_does() -> None:
+    shares = {name: found.share for name, found in ClusterMap.parse(GOOD).classes.items()}
+    assert shares == {"none": 1.0, "batch": 0.02, "chat": 1.0, "agent": 1.0, "rag": 1.0}
+    told = ClusterMap.parse(GOOD + "\n[classes.batch]\nshare = 0.5\n")
+    assert told.classes["batch"] == RetentionClass("batch", 1, 3600.0, 0.5) and ClusterMap.parse(told.to_toml()) == told
+    with pytest.raises(ConfigError, match=r'"share" is 5\. Fix: write a number from 0'):
+        ClusterMap.parse(GOOD + "\n[classes.batch]\nshare = 5\n")
+
+
 def test_a_new_epoch_keeps_ordinals_and_old_epochs() -> None:
     old = ClusterMap.local(nodes(3))
     new = old.with_epoch([Node("node-99", "host-z", "127.0.0.1:9999")], ["node-99", "node-01", "node-02"])

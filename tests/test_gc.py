@@ -14,6 +14,7 @@ from kvstore.clustermap import RetentionClass
 from kvstore.errors import ConfigError
 from kvstore.gc import EvictionPolicy, Evictor
 from kvstore.gc.policy import Usage
+from kvstore.gc.replacement import REUSED
 from kvstore.owners import OwnerLimits
 from kvstore.record import Record, build, padded_bytes
 from kvstore.wire import Gone
@@ -183,7 +184,7 @@ def test_a_touch_saves_an_extent_and_moves_it_up_only(store: Store) -> None:
     assert promise(store, records[0], touch=True, bucket=200) == [(OK, 1)]
     promise(store, records[5], touch=True, bucket=3)
     store.flush()
-    rows = store.peek(CHAT, OWNER, 100)
+    rows = [row for number in (CHAT, CHAT + REUSED) for row in store.peek(number, OWNER, 100)]
     assert [bucket for bucket, _, _ in rows] == [101, 102, 103, 104, 105, 106, 107, 108, 109, 200]
 
 
@@ -363,3 +364,76 @@ def test_an_evicted_extent_is_not_found_by_anyone(store: Store) -> None:
     assert discover(store, OWNER, r.extent_key) == ([], False)
     assert promise(store, r, pin_seconds=1) == [(NOT_FOUND, 0)]
     assert store.put(build(r)) == OK  # not withdrawn: it may come again
+
+
+def filled(
+    tmp_path: Path, *, scan: int, chats: int, capacity: int = 200
+) -> tuple[Store, list[Record], list[Record], list[tuple[str, str]]]:
+    """A store of `capacity` pages: chats first, then a scan in class batch that is written into the full store, evicting as it goes."""
+    store = Store(str(tmp_path), virtual_clock=True, capacity_bytes=capacity * PAGE)
+    told: list[tuple[str, str]] = []
+    evictor = Evictor(store, POLICY, lambda c, why, sizes, ages: told.extend([(c, why)] * len(sizes)))
+    old = [small(n, bucket=100 + n) for n in range(chats)]
+    new = [small(1000 + n, bucket=500, retention_class=BATCH) for n in range(scan)]
+    for r in old + new:
+        if store.put(build(r)) == NO_SPACE:
+            evictor.step(store.wait_pressure(0.0))
+            assert store.put(build(r)) == OK
+    return store, old, new, told
+
+
+def test_a_scan_past_its_classes_share_pushes_out_itself_and_not_the_chats(tmp_path: Path) -> None:
+    store, chats, scan, told = filled(tmp_path, scan=1000, chats=185)
+    assert len(kept(store, chats)) >= 170, "no more than room for the share went"
+    assert len(kept(store, scan)) <= 200 * 0.02 + 200 / 16 + 1
+    assert {reason for name, reason in told if name == "batch"} == {"share"}
+    assert kept(store, scan)[-1] == scan[-1]
+    store.close()
+
+
+def test_a_class_may_fill_what_nobody_else_needs(tmp_path: Path) -> None:
+    store, chats, scan, _ = filled(tmp_path, scan=100, chats=50)
+    assert kept(store, chats) == chats and kept(store, scan) == scan, "a share is no cap"
+    store.close()
+
+
+def test_what_promises_nothing_goes_before_a_class_over_its_share(tmp_path: Path) -> None:
+    store = Store(str(tmp_path), virtual_clock=True, capacity_bytes=100 * PAGE)
+    batch = [small(n, bucket=100, retention_class=BATCH) for n in range(50)]
+    free = [small(100 + n, bucket=101, retention_class=NONE) for n in range(40)]
+    put_all(store, batch + free)
+    advance(store, 102)
+    Evictor(store, POLICY).step(20 * PAGE)
+    assert kept(store, batch) == batch and 0 < len(kept(store, free)) <= 30
+    store.close()
+
+
+def test_twelve_nodes_at_one_fill_drop_the_same_extents_of_a_class_over_its_share(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    shapes = [(rng.randrange(100, 130), rng.randrange(40), rng.choice([BATCH, CHAT])) for _ in range(150)]
+    left = set()
+    for node in range(12):
+        store = Store(str(tmp_path / str(node)), virtual_clock=True, capacity_bytes=160 * PAGE)
+        order = list(range(150))
+        rng.shuffle(order)
+        mine = [small(n, bucket=b, start_block=s, retention_class=c, shard=node) for n, (b, s, c) in enumerate(shapes)]
+        put_all(store, [mine[n] for n in order])
+        Evictor(store, POLICY).step(40 * PAGE)
+        left.add(frozenset(r.extent_key for r in kept(store, mine)))
+        store.close()
+    assert len(left) == 1 and len(next(iter(left))) < 150
+
+
+def test_bytes_that_nothing_accounts_for_are_measured_and_freed_ones_are_not_among_them(store: Store, tmp_path: Path) -> None:
+    records = [small(n, bucket=100 + n) for n in range(50)]
+    put_all(store, records)
+    store.evict([row for _, row, _ in store.peek(CHAT, OWNER, 20)], Gone.EVICTED)
+    store.flush()
+    before = store.stats()["zombie_bytes"]
+    assert before < 20 * PAGE
+    [segment] = (tmp_path / "data" / "segments").glob("*.seg")
+    with segment.open("r+b") as file:  # what a crash between write and commit leaves
+        file.seek(0, 2)
+        file.write(bytes(range(256)) * 16 * 100)
+    store.flush()
+    assert store.stats()["zombie_bytes"] == before + 100 * PAGE

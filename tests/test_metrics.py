@@ -69,7 +69,8 @@ def test_native_counters_come_out_exactly(store_stats: Callable[[], dict[str, An
         "corrupt_reported_total": 1,
     }
     store["start_mode"] = "rebuild"
-    evictions = EvictionMetrics()
+    evictions = EvictionMetrics({"chat": 7 * 86400.0})
+    evictions.evicted("chat", "lru", [40, 2], [7 * 86400.0, 7 * 86400 - 1])
     evictions.evicted("chat", "expired", [100, 200], [7 * 86400 + 1, 30.0])
     flat = metrics.flat_values(metrics.node_registry(lambda: server, lambda: store, NodeFacts(epoch=3), evictions))
     expected = {
@@ -84,8 +85,11 @@ def test_native_counters_come_out_exactly(store_stats: Callable[[], dict[str, An
         'kvstore_disk_errors_total{kind="checksum"}': 3,
         'kvstore_index_starts_total{mode="rebuild"}': 1,
         'kvstore_evicted_bytes_total{retention_class="chat",reason="expired"}': 300,
-        'kvstore_eviction_age_seconds_bucket{retention_class="chat",le="604800"}': 1,
-        'kvstore_eviction_age_seconds_count{retention_class="chat"}': 2,
+        'kvstore_evicted_contract_bytes_total{retention_class="chat",reason="lru",contract="kept"}': 40,
+        'kvstore_evicted_contract_bytes_total{retention_class="chat",reason="lru",contract="broken"}': 2,
+        'kvstore_evicted_contract_bytes_total{retention_class="chat",reason="expired",contract="kept"}': 100,
+        'kvstore_eviction_age_seconds_bucket{retention_class="chat",le="604800"}': 3,
+        'kvstore_eviction_age_seconds_count{retention_class="chat"}': 4,
         "kvstore_epoch": 3,
     }
     assert {name: flat[name] for name in expected} == expected

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from store_tools import OK, Store, discover, read, record_of
@@ -73,10 +74,10 @@ def _heads(raws: list[bytes]) -> list[tuple[int, bytes]]:
     return out
 
 
-def golden_rows() -> dict[str, str]:
+def golden_rows(*, reused: bool) -> dict[str, str]:
     head = parse_head(build(golden_record(0)))
     assert isinstance(head, Head)
-    row = entry.encode(head, SEGMENT, 3 * ALIGN, 29_833_334)
+    row = entry.encode(head, SEGMENT, 3 * ALIGN, 29_833_334, reused)
     return {name: getattr(row, name).hex() for name in ("key", "value", "recency_key", "recency_value")}
 
 
@@ -116,13 +117,15 @@ def test_a_store_takes_up_a_golden_segment(tmp_path: Path) -> None:
     assert target.read_bytes() == (GOLDEN / "segment-v1.seg").read_bytes()
 
 
-def test_the_golden_index_rows_are_what_both_write() -> None:
-    rows = json.loads((GOLDEN / "index-rows-v1.json").read_text())
-    assert golden_rows() == rows
-    native = _native.index_rows(build(golden_record(0)), SEGMENT, 3 * ALIGN, 29_833_334)
+@pytest.mark.parametrize(("name", "reused"), [("index-rows-v1.json", False), ("index-rows-reused-v1.json", True)])
+def test_the_golden_index_rows_are_what_both_write(name: str, reused: bool) -> None:
+    rows = json.loads((GOLDEN / name).read_text())
+    assert golden_rows(reused=reused) == rows
+    native = _native.index_rows(build(golden_record(0)), SEGMENT, 3 * ALIGN, 29_833_334, reused)
     assert [each.hex() for each in native] == [rows[name] for name in ("key", "value", "recency_key", "recency_value")]
     back = entry.decode(bytes.fromhex(rows["key"]), bytes.fromhex(rows["value"]))
     assert back is not None and back.earlier == (0, 64, 100) and back.shard_bytes == (64, 64) and back.offset_bytes == 3 * ALIGN
+    assert back.reused == reused and bytes.fromhex(rows["recency_key"])[0] == back.retention_class + 16 * reused
 
 
 @given(

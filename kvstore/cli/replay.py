@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstore.cli.output import Output
 from kvstore.cli.signals import interrupted_by_signals
-from kvstore.clustermap import ClusterMap
+from kvstore.clustermap import ClusterMap, Rules
 from kvstore.errors import ConfigError, InputError, UsageError
 from kvstore.layout import BLOCK_BYTES_MAX, PRESETS, Layout
 from kvstore.replay import ReplayOptions, ReplayReport, Trace, TraceShape, capacity_blocks, local_cluster, open_trace, run_replay, shape_of
@@ -61,6 +61,8 @@ Without --map, a local cluster is started for the replay and removed after it. d
     add("--retention", default="chat", metavar="CLASS", help="retention class of stores and touches (default chat)")
     add("--namespace", default="replay", metavar="NAME", help="another name starts afresh on a cluster that was replayed to before")
     add("--bucket-seconds", type=int, default=1, metavar="N", help="length of a time bucket of the local cluster (default 1)")
+    add("--policy", metavar="NAME", help="of the local cluster: lru, s3fifo or sieve (default lru)")
+    parser.set_defaults(settings_flags=("policy",))
     add("--log", type=Path, metavar="FILE", help="write what each request met, one Parquet row a request")
     add("--access-log", type=Path, metavar="DIR", help="write the client's access log: for kvstore report and plan (docs/ACCESS_LOG.md)")
     add(
@@ -151,7 +153,14 @@ def _cluster(
     directory = args.data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-replay-")))
     virtual = args.clock != "wall"
     local = local_cluster(
-        directory, shape, blocks, layout=layout, bucket_seconds=args.bucket_seconds, virtual_clock=virtual, nodes=args.settings["nodes"]
+        directory,
+        shape,
+        blocks,
+        layout=layout,
+        bucket_seconds=args.bucket_seconds,
+        virtual_clock=virtual,
+        nodes=args.settings["nodes"],
+        rules=Rules(args.settings["policy"]),
     )
     need = min(local.capacity_bytes, int(shape.record_bytes * 12 / local.nodes_count) + 1) * local.nodes_count
     free = shutil.disk_usage(directory if directory.exists() else directory.parent).free

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvstore.cli.cluster import default_directory
 from kvstore.cli.output import Output
+from kvstore.clustermap import Rules
 from kvstore.errors import Unreachable, UsageError
 from kvstore.placement import Placement
 from kvstore.server.local import PORTS_PER_NODE, LocalCluster
@@ -47,9 +48,10 @@ It listens on 127.0.0.1 only, with no passwords: it is for one machine.
     parser.add_argument("--dir", metavar="DIR", help="where map, data and logs lie (default: this user's data directory)")
     parser.add_argument("--port", metavar="N", help=f"first of {PORTS_PER_NODE} ports a node (default 7400; 0: any free ones)")
     parser.add_argument("--io", metavar="ENGINE", help="auto, buffered or direct (default auto)")
+    parser.add_argument("--policy", metavar="NAME", help="what goes when room is needed: lru, s3fifo or sieve (default lru)")
     parser.add_argument("--fresh", action="store_true", help="erase what the directory holds first")
     parser.add_argument("--no-self-test", action="store_true", help="be ready without trying")
-    parser.set_defaults(settings_flags=("nodes", "capacity", "port", "io"))
+    parser.set_defaults(settings_flags=("nodes", "capacity", "port", "io", "policy"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,6 +99,7 @@ def _cluster(args: argparse.Namespace, directory: Path) -> LocalCluster:
         io=settings["io"],
         k=K,
         m=M,
+        rules=Rules(settings["policy"]),
         base_port=settings["port"],
         extra_arguments=[word for owner in settings.owners for word in ("--owner", owner.argument)],
         fresh=args.fresh,

@@ -2,5 +2,6 @@
 
 from kvstore.gc.evictor import Evictor
 from kvstore.gc.policy import EvictionPolicy
+from kvstore.gc.replacement import class_of
 
-__all__ = ["EvictionPolicy", "Evictor"]
+__all__ = ["EvictionPolicy", "Evictor", "class_of"]

@@ -7,12 +7,14 @@ transaction in which last use is read again, so what was touched or promised mea
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 from kvstore.gc.policy import EvictionPolicy, Usage
+from kvstore.gc.replacement import Queue, Replacement, Row, View, class_of, replacement
 from kvstore.wire import Gone
 
 _BATCH_ROWS: Final = 256
@@ -29,20 +31,24 @@ class EvictableStore(Protocol):
     def wait_started(self, timeout_seconds: float) -> bool: ...
     def bucket_now(self) -> int: ...
     def usage(self) -> tuple[int, int, int, int, float]: ...
-    def queues(self) -> list[tuple[int, bytes, int, int]]: ...
-    def peek(self, retention_class: int, owner: bytes, limit: int, after: bytes = b"") -> list[tuple[int, bytes, int]]: ...
+    def queues(self) -> list[Queue]: ...
+    def peek(self, queue: int, owner: bytes, limit: int, after: bytes = b"") -> list[tuple[int, bytes, int]]: ...
     def evict(self, rows: list[bytes], reason: int) -> list[tuple[int, int, int, int]]: ...
     def set_pressure_at(self, bytes: int) -> None: ...
+    def set_second_chance(self, on: bool) -> None: ...
     def wait_pressure(self, timeout_seconds: float) -> int: ...
     def poke(self) -> None: ...
 
 
 class Evictor:
-    """`on_evicted(class name, "lru" | "quota" | "expired", sizes in bytes, ages in seconds)` is called for each batch, on this thread."""
+    """`on_evicted(class name, "lru" | "share" | "quota" | "expired", sizes in bytes, ages in seconds)` is called for each batch, on this
+    thread."""
 
     def __init__(self, store: EvictableStore, policy: EvictionPolicy, on_evicted: OnEvicted | None = None) -> None:
         self._store = store
         self.policy = policy
+        self._replacement: Replacement = replacement(policy.replacement)
+        store.set_second_chance(self._replacement.second_chance)
         self._on_evicted = on_evicted
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -93,41 +99,58 @@ class Evictor:
             if cap is not None and used_bytes > cap:
                 own = [queue for queue in queues if queue[1] == owner]
                 freed += self._drop(self._in_order(own, bucket_now), used_bytes - cap, "quota", owner_bytes, floors=False)
-        need = policy.bytes_to_free(Usage(*store.usage()), wanted_bytes)
-        if need > 0:
-            freed += self._drop(self._in_order(queues, bucket_now), need, "lru", owner_bytes, floors=True)
-        return freed
+        usage = Usage(*store.usage())
+        need = policy.bytes_to_free(usage, wanted_bytes)
+        return freed + (self._make_room(need, usage.capacity_bytes, bucket_now, owner_bytes) if need > 0 else 0)
 
-    def _expire(self, queues: list[tuple[int, bytes, int, int]], bucket_now: int, owner_bytes: dict[bytes, int]) -> int:
+    def _make_room(self, need_bytes: int, capacity_bytes: int, bucket_now: int, owner_bytes: dict[bytes, int]) -> int:
+        """What promises nothing, then what classes hold past their share, each from its oldest on; then as the replacement policy says."""
+        policy, freed = self.policy, 0
+        queues = self._store.queues()
+        class_bytes: dict[int, int] = {}
+        for number, _, _, used_bytes in queues:
+            class_bytes[class_of(number)] = class_bytes.get(class_of(number), 0) + used_bytes
+        over = policy.over_share(class_bytes, capacity_bytes) if capacity_bytes else []
+        if over:
+            unpromised = [queue for queue in queues if not policy.retention_seconds.get(class_of(queue[0]))]
+            expired = itertools.takewhile(lambda row: not row[0][0], self._in_order(unpromised, bucket_now))
+            freed += self._drop(expired, need_bytes, "lru", owner_bytes, floors=True)
+        for retention_class, over_bytes in over:
+            own = self._in_order([queue for queue in queues if class_of(queue[0]) == retention_class], bucket_now)
+            freed += self._drop(own, min(over_bytes, need_bytes - freed), "share", owner_bytes, floors=True)
+        view = View(queues, lambda some: self._in_order(some, bucket_now), bucket_now, capacity_bytes)
+        return freed + self._drop(self._replacement.ordered(view), need_bytes - freed, "lru", owner_bytes, floors=True)
+
+    def _expire(self, queues: list[Queue], bucket_now: int, owner_bytes: dict[bytes, int]) -> int:
         freed = 0
-        for retention_class, owner, _, _ in queues:
-            if not self.policy.retention_seconds.get(retention_class):
+        for number, owner, _, _ in queues:
+            if not self.policy.retention_seconds.get(class_of(number)):
                 continue  # promised nothing: goes first, but only when room is needed
-            live_from = self.policy.live_from(retention_class, bucket_now)
+            live_from = self.policy.live_from(class_of(number), bucket_now)
             after = b""
             while not self._stopping.is_set():
-                rows = [row for bucket, row, _ in self._store.peek(retention_class, owner, _BATCH_ROWS, after) if bucket < live_from]
+                rows = [row for bucket, row, _ in self._store.peek(number, owner, _BATCH_ROWS, after) if bucket < live_from]
                 if not rows:
                     break
                 freed += self._evict(rows, "expired", owner_bytes)
                 after = rows[-1]
         return freed
 
-    def _in_order(self, queues: list[tuple[int, bytes, int, int]], bucket_now: int) -> Iterator[tuple[tuple[bool, bytes], bytes, int]]:
+    def _in_order(self, queues: list[Queue], bucket_now: int) -> Iterator[Row]:
         """Rows of all queues in the total order: (rank, row, bytes). Each queue is sorted already, so their heads are merged."""
-        return heapq.merge(*(self._queue(retention_class, owner, bucket_now) for retention_class, owner, _, _ in queues))
+        return heapq.merge(*(self._queue(number, owner, bucket_now) for number, owner, _, _ in queues))
 
-    def _queue(self, retention_class: int, owner: bytes, bucket_now: int) -> Iterator[tuple[tuple[bool, bytes], bytes, int]]:
-        live_from = self.policy.live_from(retention_class, bucket_now)
+    def _queue(self, number: int, owner: bytes, bucket_now: int) -> Iterator[Row]:
+        live_from = self.policy.live_from(class_of(number), bucket_now)
         after = b""
-        while rows := self._store.peek(retention_class, owner, _PEEK_ROWS, after):
+        while rows := self._store.peek(number, owner, _PEEK_ROWS, after):
             for _, row, size_bytes in rows:
                 yield self.policy.rank(row, live_from), row, size_bytes
             after = rows[-1][1]
 
     def _drop(
         self,
-        ordered: Iterator[tuple[tuple[bool, bytes], bytes, int]],
+        ordered: Iterator[Row],
         need_bytes: int,
         reason: str,
         owner_bytes: dict[bytes, int],

@@ -161,7 +161,7 @@ class Server:
 def check_record(record: bytes) -> int:
     """Status of a whole record: head, checks, every piece."""
 
-def index_rows(record: bytes, segment: int, offset_bytes: int, bucket: int) -> tuple[bytes, bytes, bytes, bytes]:
+def index_rows(record: bytes, segment: int, offset_bytes: int, bucket: int, reused: bool = False) -> tuple[bytes, bytes, bytes, bytes]:
     """Keys and values of the extents and the recency row of a record at a place (plain twin: kvstore/entry.py)."""
 
 def segment_footer(segment: int, data_end_bytes: int, created_unix_ms: int, entries: list[tuple[int, bytes]]) -> bytes:
@@ -228,9 +228,9 @@ class Store:
     def bucket_now(self) -> int: ...
     def close(self, clean: bool = True) -> None: ...
     def queues(self) -> list[tuple[int, bytes, int, int]]:
-        """(class, owner, rows, bytes) of what is stored; right once the start scan is over."""
+        """(queue, owner, rows, bytes) of what is stored; right once the start scan is over. Queue: class, + 16 for what was used again."""
 
-    def peek(self, retention_class: int, owner: bytes, limit: int, after: bytes = b"") -> list[tuple[int, bytes, int]]:
+    def peek(self, queue: int, owner: bytes, limit: int, after: bytes = b"") -> list[tuple[int, bytes, int]]:
         """(bucket of last use, recency row, bytes), those that go first first, past the row `after`."""
 
     def evict(self, rows: list[bytes], reason: int) -> list[tuple[int, int, int, int]]:
@@ -246,6 +246,9 @@ class Store:
     def poke(self) -> None: ...
     def usage(self) -> tuple[int, int, int, int, float]:
         """Bytes used, deleted but not given back, capacity, free on the disk; share of the index's map in use."""
+
+    def set_second_chance(self, on: bool) -> None:
+        """Whether what was evicted unused is remembered, and of the reused from the start when it is written again."""
 
     def set_retentions(self, seconds: list[int]) -> None:
         """How long each of the 16 classes is kept: a touch moves an extent to the longest-lived."""

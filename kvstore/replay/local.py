@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from kvstore.clustermap import DEFAULT_CLASSES, NO_RULES, RetentionClass, Rules
 from kvstore.layout import Layout
 from kvstore.replay.capacity import TraceShape, node_capacity_bytes
 from kvstore.server.local import LocalCluster
@@ -23,6 +25,8 @@ def local_cluster(
     io: str | None = None,
     bucket_seconds: int = BUCKET_SECONDS,
     virtual_clock: bool = True,
+    classes: Sequence[RetentionClass] = DEFAULT_CLASSES,
+    rules: Rules = NO_RULES,
 ) -> LocalCluster:
     """A cluster, not started yet, that keeps `capacity_blocks` logical blocks (None: all of the trace's)."""
     blocks = shape.unique_blocks if capacity_blocks is None else capacity_blocks
@@ -34,5 +38,7 @@ def local_cluster(
         io=io,
         cluster_id="replay",
         bucket_seconds=bucket_seconds,
+        classes=classes,
+        rules=rules,
         extra_arguments=("--virtual-clock",) if virtual_clock else (),
     )

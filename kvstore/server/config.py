@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore import tcp
-from kvstore.clustermap import ClusterMap
+from kvstore.clustermap import POLICIES, ClusterMap
 from kvstore.errors import ConfigError, KvstoreError
 from kvstore.owners import Owner, merged, owner_of_argument
 from kvstore.units import format_bytes, parse_bytes, parse_seconds
@@ -33,6 +33,7 @@ class NodeConfig:
     http_port: int = 0  # /livez /readyz /metrics
     node_id: str = "node-00"
     cluster_map_path: Path | None = None  # None: a cluster of this one node
+    policy: str = ""  # what goes when room is needed; "": as the map says
     io: str = "auto"
     strict_sync: bool = False  # every commit durable before it is acknowledged; else synced each second
     virtual_clock: bool = False  # time is what clients say (trace replay)
@@ -58,6 +59,8 @@ class NodeConfig:
                 raise _bad(name, value, f"give {low} to {high}")
         if self.io not in IO_ENGINES:
             raise _bad("io", self.io, "give auto, buffered or direct")
+        if self.policy not in ("", *POLICIES):
+            raise _bad("policy", self.policy, f"give one of {', '.join(POLICIES)}")
         if not tcp.is_name(self.congestion_control):
             raise _bad("congestion_control", self.congestion_control, f"give {tcp.NAME_TEXT}")
         ports = [p for p in (self.port, self.admin_port, self.http_port) if p]
@@ -115,6 +118,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
         choices=IO_ENGINES,
         help="auto (the page cache where it has the bytes, else direct), buffered or direct",
     )
+    add("--policy", choices=POLICIES, help="what goes first when room is needed (default: as the map says, else lru); alike on all nodes")
     add("--strict-sync", action="store_true", help="make every commit durable before it is acknowledged")
     add("--virtual-clock", action="store_true", help="take the time from clients' buckets, for trace replay")
     add("--bulk-threads", type=int, metavar="N", help="threads that read and write (default 2)")
@@ -146,6 +150,7 @@ _FLAGS: Final[dict[str, tuple[str, Any]]] = {
     "port": ("port", int),
     "admin_port": ("admin_port", int),
     "http_port": ("http_port", int),
+    "policy": ("policy", str),
     "io": ("io", str),
     "strict_sync": ("strict_sync", bool),
     "virtual_clock": ("virtual_clock", bool),

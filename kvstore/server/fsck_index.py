@@ -36,7 +36,7 @@ def read_index(path: str) -> str:
             entry = decode(key, value)
             if entry is None:
                 return f"entry {count} of the index is damaged"
-            row = txn.get(recency_key(key, entry.retention_class, entry.bucket, entry.start_block), db=recency)
+            row = txn.get(recency_key(key, entry.retention_class, entry.bucket, entry.start_block, entry.reused), db=recency)
             if row is None:
                 return f"entry {count} of the index has no recency row"
             out.write(ROW.pack(ENTRY, key, entry.segment, entry.offset_bytes // ALIGN, entry.record_bytes))

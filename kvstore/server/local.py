@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
-from kvstore.clustermap import DEFAULT_CLASSES, ClusterMap, Node, RetentionClass
+from kvstore.clustermap import DEFAULT_CLASSES, NO_RULES, ClusterMap, Node, RetentionClass, Rules
 from kvstore.errors import ConfigError, DirectoryInUse, Unreachable
 from kvstore.version import module_command
 
@@ -53,6 +53,7 @@ class LocalCluster:
         cluster_id: str = "dev",
         bucket_seconds: int = 60,
         classes: Sequence[RetentionClass] = DEFAULT_CLASSES,
+        rules: Rules = NO_RULES,
         base_port: int = 0,
         extra_arguments: Sequence[str] = (),
         start_seconds: float = 60.0,
@@ -72,7 +73,7 @@ class LocalCluster:
         self.stop_seconds = stop_seconds
         self.map_path = self.directory / "map.toml"
         self.ready: list[dict[str, Any]] = [{} for _ in range(nodes)]
-        self._shape = (cluster_id, k, m, bucket_seconds, tuple(classes))
+        self._shape = (cluster_id, k, m, bucket_seconds, tuple(classes), rules)
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * nodes
         self._lock: IO[str] | None = None
         self._kept_ports: list[socket.socket] = []
@@ -169,10 +170,10 @@ class LocalCluster:
         self._fresh = False
 
     def _load_or_plan(self) -> ClusterMap:
-        cluster_id, k, m, bucket_seconds, classes = self._shape
+        cluster_id, k, m, bucket_seconds, classes, rules = self._shape
         ports = range(1, 1 + PORTS_PER_NODE * self.nodes_count)  # stand-ins until start() chooses
         nodes = [Node(f"node-{i:02}", f"node-{i:02}", *_addresses(ports, i)) for i in range(self.nodes_count)]
-        planned = ClusterMap.local(nodes, cluster_id=cluster_id, k=k, m=m, bucket_seconds=bucket_seconds, classes=classes)
+        planned = ClusterMap.local(nodes, cluster_id=cluster_id, k=k, m=m, bucket_seconds=bucket_seconds, classes=classes, rules=rules)
         if self._fresh or not self.map_path.exists():
             return planned
         found = ClusterMap.load(self.map_path)
@@ -184,7 +185,7 @@ class LocalCluster:
                 f'asked for "{cluster_id}" of {self.nodes_count}, {k}+{m}',
                 "ask for the same shape, name another directory, or start empty with --fresh",
             )
-        return replace(found, bucket_seconds=bucket_seconds, classes=planned.classes)
+        return replace(found, bucket_seconds=bucket_seconds, classes=planned.classes, rules=rules)
 
     def _acquire(self) -> None:
         if self._lock is not None:

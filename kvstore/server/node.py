@@ -26,7 +26,7 @@ from kvstore import tcp
 from kvstore.clustermap import ClusterMap
 from kvstore.clustermap import Node as Member
 from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
-from kvstore.gc import EvictionPolicy, Evictor
+from kvstore.gc import EvictionPolicy, Evictor, class_of
 from kvstore.http import HttpServer, daemon_pages
 from kvstore.kernels import _native
 from kvstore.metrics import EvictionMetrics, Holding, NodeFacts, flat_values, node_registry
@@ -138,6 +138,7 @@ class Node:
         self._facts.capacity_bytes = self.capacity_bytes
         self._facts.epoch = self.map.epoch
         self._facts.retention_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
+        self._facts.class_shares = {c.name: c.share for c in self.map.classes.values()}
         self._facts.started_unix_seconds = time.time()
         self._facts.class_names = {c.id: c.name for c in self.map.classes.values()}
         self._facts.owners = config.owners
@@ -153,7 +154,10 @@ class Node:
     def _open_store(self) -> None:
         directory = self.config.data_dir
         limits = {owner.tag: owner.limits for owner in self.config.owners}
-        policy = EvictionPolicy.of_classes(self.map.classes.values(), bucket_seconds=self.map.bucket_seconds, owners=limits)
+        rule = self.config.policy or self.map.rules.policy
+        policy = EvictionPolicy.of_classes(
+            self.map.classes.values(), bucket_seconds=self.map.bucket_seconds, owners=limits, replacement=rule
+        )
         began = time.monotonic()
         owned.check(directory, self.map.cluster_id, self.config.node_id)
         try:
@@ -178,6 +182,7 @@ class Node:
         self.log.info(f"index {self.index_start}, {stats['entries']} extents{loaded}")
         if stats["filter_start"] and not loaded:
             self.log.warn(f"saved filter ignored: {stats['filter_start']}; the start scan builds another")
+        self._evictions.contract_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
         self.evictor = Evictor(self.store, policy, self._evictions.evicted)
         self.evictor.start()
 
@@ -335,9 +340,9 @@ class Node:
         if store is None:
             return []
         now, seconds, found = store.bucket_now(), self.map.bucket_seconds, []
-        for retention_class, owner, _, used_bytes in store.queues():
-            oldest = [bucket for bucket, _, _ in store.peek(retention_class, owner, 1)]
-            found.append(Holding(retention_class, owner, used_bytes, max(0.0, float(seconds * (now - oldest[0]))) if oldest else 0.0))
+        for number, owner, _, used_bytes in store.queues():
+            oldest = [bucket for bucket, _, _ in store.peek(number, owner, 1)]
+            found.append(Holding(class_of(number), owner, used_bytes, max(0.0, float(seconds * (now - oldest[0]))) if oldest else 0.0))
         return found
 
     def _bytes_now(self) -> tuple[int, int]:
