@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.clustermap import ClusterMap, Node
+from kvstore.clustermap import EARLY_REASONS, ClusterMap, Node
 from kvstore.placement import Placement
 
 GROUPS_MAX: Final = 1 << 14  # looked at; of larger maps an even sample: the minimum is then of the sample
@@ -184,7 +184,7 @@ def group_lists(cluster_map: ClusterMap) -> NDArray[np.int32]:
 
 def node_retention(report: Report) -> dict[str, NodeRetention]:
     """By class."""
-    early = by_label(report.values, "kvstore_evicted_bytes_total", "retention_class", reason="lru")
+    early = merged(by_label(report.values, "kvstore_evicted_bytes_total", "retention_class", reason=reason) for reason in EARLY_REASONS)
     oldest = by_label(report.values, "kvstore_retention_seconds", "retention_class")
     return {name: NodeRetention(oldest.get(name, 0.0), int(early.get(name, 0))) for name in sorted(oldest.keys() | early.keys())}
 
@@ -198,10 +198,8 @@ def retention(cluster_map: ClusterMap, reports: Sequence[Report], groups: NDArra
     for report in up:
         contracts |= {name: s for name, s in by_label(report.values, "kvstore_retention_contract_seconds", "retention_class").items() if s}
     used = by_label(summed, "kvstore_class_used_bytes", "retention_class")
-    evicted, reached, early = (
-        by_label(summed, "kvstore_evicted_bytes_total", "retention_class", **reason)
-        for reason in ({}, {"reason": "expired"}, {"reason": "lru"})
-    )
+    evicted = by_label(summed, "kvstore_evicted_bytes_total", "retention_class")
+    reached = by_label(summed, "kvstore_evicted_bytes_total", "retention_class", reason="expired")
     by_node = {report.node.id: node_retention(report) for report in up}
     nothing = NodeRetention(0.0, 0)
     found = []
@@ -221,7 +219,7 @@ def retention(cluster_map: ClusterMap, reports: Sequence[Report], groups: NDArra
                 used_bytes=int(used.get(name, 0)),
                 evicted_bytes=int(evicted.get(name, 0)),
                 reached_bytes=int(reached.get(name, 0)),
-                early_bytes=int(early.get(name, 0)),
+                early_bytes=sum(node.dropped_early_bytes for node in nodes.values()),
                 groups=len(lists),
                 nodes=nodes,
             )

@@ -38,6 +38,7 @@ NODES_MAX: Final = 65_536
 PG_BITS_MAX: Final = 24
 GROUPS_PER_NODE: Final = 1000  # shards of 1,000 groups: standard deviation 3.2%, the fullest of thousands under +12%
 CLASSES_MAX: Final = 16
+EARLY_REASONS: Final = ("lru", "share")  # of evictions that bound what a class keeps: for room; "expired" and an owner's "quota" do not
 _NAME: Final = r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?"
 _NAME_FORM: Final = "a-z, 0-9, - and ., up to 63 characters"
 

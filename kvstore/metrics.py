@@ -39,6 +39,17 @@ CLASSES: Final = ("none", "batch", "chat", "agent", "other")
 RESULTS: Final = ("ok", "not_found", "busy", "no_space", "stale_map", "draining", "refused", "corrupt", "error")
 GONE_REASONS: Final = ("lru", "share", "quota", "expired")  # room for others; a class's share, an owner's cap passed; its time over
 MODELS: Final = ("default",)  # a client has one, which its configuration names
+# What a daemon finds out about itself (kvstore/server/selfcheck.py); kvstore/cli/codes.py explains them.
+SELF_CHECKS: Final = (
+    "CHECKSUM_ERRORS",
+    "EVICTION_STALLED",
+    "INDEX_REBUILT",
+    "NODE_EPOCH_BEHIND",
+    "NODE_FLAPPING",
+    "RETENTION_SHORT",
+    "ZOMBIE_BYTES",
+)
+SEVERITIES: Final = ("INFO", "WARN", "ERR")
 OWNERS: Final = (DEFAULT, OTHER)  # a daemon adds those that its configuration names (kvstore/owners.py)
 
 
@@ -78,6 +89,13 @@ NODE: Final = (
     Metric("kvstore_node_malformed_frames_total", "counter", "Frames that broke the protocol; their connections were closed."),
     Metric("kvstore_node_memory_bytes", "gauge", "Bytes held for requests in flight.", {"kind": ("write", "read_head")}),
     Metric("kvstore_node_ready", "gauge", "1 while this node takes traffic."),
+    Metric("kvstore_node_starts_total", "counter", "Starts of a daemon on this data directory."),
+    Metric(
+        "kvstore_health_check",
+        "gauge",
+        "1 while a check of this daemon about itself fires.",
+        {"code": SELF_CHECKS, "severity": SEVERITIES},
+    ),
     Metric("kvstore_node_start_timestamp_seconds", "gauge", "Unix time at which this process began to serve."),
     Metric("kvstore_node_extents", "gauge", "Shards of extents held (one for each writing and shard number)."),
     Metric("kvstore_node_pinned_extents", "gauge", "Shards pinned by a promise now."),
@@ -328,6 +346,8 @@ class NodeFacts:
     epoch: int = 0
     ready: bool = False
     started_unix_seconds: float = 0.0
+    starts: int = 0  # of any daemon on this data directory
+    firing: Mapping[str, str] = field(default_factory=dict)  # code -> severity
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
     class_shares: Mapping[str, float] = field(default_factory=dict)
     class_names: Mapping[int, str] = field(default_factory=dict)
@@ -366,6 +386,9 @@ def node_registry(
         values.set("kvstore_epoch", facts.epoch)
         values.set("kvstore_node_ready", facts.ready)
         values.set("kvstore_node_start_timestamp_seconds", facts.started_unix_seconds)
+        values.set("kvstore_node_starts_total", facts.starts)
+        for code, severity in facts.firing.items():
+            values.set("kvstore_health_check", 1, code, severity)
         for name, seconds in facts.retention_seconds.items():
             if name in CLASSES:
                 values.set("kvstore_retention_contract_seconds", seconds, name)

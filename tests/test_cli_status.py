@@ -267,7 +267,7 @@ def test_too_few_hosts_are_told() -> None:
     assert [check.code for check in found] == ["LOSSES_NOT_SURVIVED"] and "NO host" in found[0].summary
     thirteen = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(13)])
     found = evaluate(thirteen, [report(thirteen, 0, state="down", error="x"), *(report(thirteen, i) for i in range(1, 13))])
-    assert [check.code for check in found] == ["HOSTS_NO_MARGIN", "NODE_DOWN"]
+    assert [check.code for check in found] == ["HOSTS_NO_MARGIN", "NODE_DOWN", "STRIPE_DEGRADED"]
 
 
 def test_another_daemon_on_a_nodes_port_is_not_taken_for_the_node(cluster: LocalCluster) -> None:

@@ -24,14 +24,19 @@ def default_directory() -> Path:
     return xdg("data") / "dev"
 
 
-def find_map(args: argparse.Namespace) -> ClusterMap:
+def map_path(args: argparse.Namespace) -> Path:
     """The map of --map, KVSTORE_MAP or the configuration file; else of this user's `kvstore up`. Raises ConfigError where there is none."""
-    if (path := args.settings["map"]) is not None:
-        return ClusterMap.load(path)
+    if (named := args.settings["map"]) is not None:
+        return Path(named)
     path = default_directory() / "map.toml"
     if not path.exists():
         raise ConfigError("E141", "no cluster is known", f"no --map, and no {path}", "start one with kvstore up, or give --map FILE")
-    return ClusterMap.load(path)
+    return path
+
+
+def find_map(args: argparse.Namespace) -> ClusterMap:
+    """The map at map_path. Raises ConfigError where there is none."""
+    return ClusterMap.load(map_path(args))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,16 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class HealthCode:
-    """A check: `severity` is its usual one; `causes` are in the order to look at them."""
+    """A check: `severity` is its usual one; `causes` are in the order to look at them. What has lasted less than `for_seconds` is shown as
+    INFO: it may be gone by itself. `commands` are for who looks into it."""
 
     severity: str
     meaning: str
     measured: str
     causes: tuple[str, ...]
     fix: str
+    commands: tuple[str, ...] = ("kvstore status --nodes",)
+    for_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ HEALTH: Final = {
         "hosts of the newest epoch with at least one answering node, against k+m; with fewer hosts in the map than k+m: nodes",
         ("hosts or daemons are down", "the map was planned with too few hosts"),
         "bring a host back; until then reads go on as long as 10 of 12 shards answer",
+        commands=("kvstore status --nodes",),
     ),
     "HOSTS_NO_MARGIN": HealthCode(
         "WARN",
@@ -38,6 +42,7 @@ HEALTH: Final = {
         "hosts of the newest epoch that answer, against k+m",
         ("a host is down or being serviced",),
         "bring a host back, or add one in a new epoch",
+        commands=("kvstore status --nodes", "kvstore status --without HOST"),
     ),
     "LOSSES_NOT_SURVIVED": HealthCode(
         "WARN",
@@ -52,6 +57,7 @@ HEALTH: Final = {
         "its admin address, asked now, within --timeout",
         ("the daemon was stopped or crashed", "its host is down", "the network path is cut", "the map has an old address"),
         "look at the host and the daemon's log; start it: kvstore node --data DIR --id NODE --map FILE",
+        commands=("kvstore status --nodes", "journalctl -u kvstore-node", "kvstore status --without NODE"),
     ),
     "NODE_EPOCH_BEHIND": HealthCode(
         "WARN",
@@ -59,13 +65,16 @@ HEALTH: Final = {
         "the epoch it reports against the map's newest",
         ("it was not restarted after the map file changed", "its copy of the map is old"),
         "give it the new map and restart it",
+        commands=("kvstore status --nodes",),
+        for_seconds=60.0,
     ),
     "EVICTION_STALLED": HealthCode(
         "ERR",
         "a node is full and evicts nothing, so it refuses writes",
-        "used bytes above the high watermark, writes refused with NO_SPACE since it started, and no eviction between two looks",
+        "used bytes at 99 % or more, writes refused for room, and nothing evicted since its start, or by its own word in 10 s",
         ("too many bytes are promised or pinned", "floors of namespaces add up to the disk", "the evictor stopped: read the log"),
         "read the node's log; restart it if the evictor stopped; give it more capacity if floors fill it",
+        commands=("kvstore status --nodes", "kvstore stats"),
     ),
     "RETENTION_SHORT": HealthCode(
         "WARN",
@@ -73,6 +82,64 @@ HEALTH: Final = {
         "the age of the oldest on nodes that evicted the class for room; of each placement group the (m+1)-th tightest decides",
         ("more is written than the disks hold for that long", "floors of other owners leave it little room"),
         "add space, write less under that class, or lower its keep in the map",
+        commands=("kvstore status --json | jq .data.kept", "kvstore plan --help"),
+    ),
+    "STRIPE_DEGRADED": HealthCode(
+        "WARN",
+        "nodes are down for so long that extents written before live with fewer shards than they were written with",
+        "placement groups of the newest epoch with 1 to m of their k+m nodes down",
+        ("a host is down for longer than a restart takes", "a disk was lost"),
+        "bring the nodes back; where they are gone for good, add others in a new epoch: what was stored ages away",
+        commands=("kvstore status --nodes", "kvstore status --without HOST"),
+        for_seconds=600.0,
+    ),
+    "STRIPE_LOST": HealthCode(
+        "ERR",
+        "of some placement groups more than m nodes are down: their extents are misses until the nodes are back",
+        "placement groups of the newest epoch with more than m of their k+m nodes down",
+        ("more than m hosts are down: a rack, a switch, a power feed, a bad upgrade",),
+        "find what the hosts have in common; nothing is to be restored: it is a cache",
+        commands=("kvstore status --nodes",),
+    ),
+    "NODE_FLAPPING": HealthCode(
+        "WARN",
+        "a node started three times or more within ten minutes",
+        "the starts that its data directory remembers",
+        ("it crashes at a start: read its log", "a supervisor that restarts it too eagerly", "out of memory", "a failing disk"),
+        "stop it and read its log; start it again once the cause is found",
+        commands=("journalctl -u kvstore-node", "dmesg", "kvstore status --without NODE"),
+    ),
+    "ZOMBIE_BYTES": HealthCode(
+        "WARN",
+        "more than 2 % of a node's capacity was dropped and is not given back to the file system",
+        "bytes no longer in the index and not yet freed, against the capacity, for ten minutes",
+        ("holes are punched more slowly than the evictor drops", "reads that never end hold the bytes", "a slow file system"),
+        "look at the disk's latency; kvstore fsck DIR while the node is stopped tells what nobody owns",
+        commands=("kvstore status --json | jq .data.space", "iostat -x 5", "kvstore fsck DIR"),
+        for_seconds=600.0,
+    ),
+    "DISK_SLOW": HealthCode(
+        "WARN",
+        "a node answers READ requests four times slower than the others",
+        "p99 of its READ requests in the last five minutes against the median of the others' p99; with 100 requests each, and above 5 ms",
+        ("a disk that throttles or fails", "something else on that host", "its network path"),
+        "look at SMART and at the host; take the node away if it stays: readers go around it, at the price of decoding",
+        commands=("kvstore status --nodes", "iostat -x 5", "smartctl -a DEVICE", "kvstore status --without NODE"),
+    ),
+    "NAMESPACE_ZERO_HIT": HealthCode(
+        "WARN",
+        "a client has looked up prompts for 30 minutes, and not one token of them was there",
+        "the counters of the clients that --client names, since their start, by owner",
+        (
+            "its first day",
+            "another model, dtype, layout or adapter than what was stored",
+            "another tenant secret",
+            "PYTHONHASHSEED or block size differs between engines that bring their own hash",
+            "the retention class is none or batch",
+        ),
+        "compare two prompts that should share: kvstore explain A.json B.json",
+        commands=("kvstore explain A.json B.json", "kvstore report"),
+        for_seconds=1800.0,
     ),
     "CHECKSUM_ERRORS": HealthCode(
         "WARN",
@@ -80,6 +147,7 @@ HEALTH: Final = {
         "its count since it started",
         ("a failing disk", "failing memory", "somebody wrote to its files"),
         "kvstore fsck DIR on that node while it is stopped; look at SMART; replace the disk if it goes on",
+        commands=("kvstore fsck DIR", "smartctl -a DEVICE", "kvstore status --without NODE"),
     ),
     "INDEX_REBUILT": HealthCode(
         "INFO",
@@ -87,6 +155,7 @@ HEALTH: Final = {
         "the mode of its last start",
         ("power loss or a crash of the host", "two crashes within a minute", "an index error"),
         "look why it stopped; nothing is lost but some seconds of recency",
+        commands=("journalctl -u kvstore-node", "dmesg"),
     ),
     "CLOCK_SKEW": HealthCode(
         "WARN",
@@ -94,13 +163,16 @@ HEALTH: Final = {
         "the time in its answer against the middle of the question's flight",
         ("no time synchronisation on one of the hosts",),
         "chronyc tracking, on both",
+        commands=("chronyc tracking",),
     ),
     "VERSION_MIXED": HealthCode(
         "WARN",
-        "nodes run different versions of kvstore",
-        "the version each reports",
+        "nodes run different versions of kvstore, for more than a day",
+        "the version each reports, and how long the newest of both run",
         ("an upgrade is under way, or stopped half-way",),
         "finish the upgrade",
+        commands=("kvstore status --json | jq .data.nodes[].version",),
+        for_seconds=86400.0,
     ),
 }
 

@@ -17,6 +17,7 @@ from kvstore.errors import InputError, KvstoreError, UsageError
 from kvstore.keys import BLOCK_TOKENS, KeyChain, Namespace
 from kvstore.layout import PRESETS
 from kvstore.tomlfile import suggestion
+from kvstore.units import format_seconds
 
 INPUT_BYTES_MAX: Final = 256 << 20
 _FORM: Final = 'a list of token ids, or {"tokens": [...], "namespace": {"weights": ..., "kv_dtype": ..., "layout": ...}}'
@@ -39,21 +40,28 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     if len(args.what) == 1:
-        return _explain_code(args.what[0], args.out)
+        return _explain_code(args.what[0], args)
     if len(args.what) == 2:
         return _compare(_read(Path(args.what[0])), _read(Path(args.what[1])), args.out)
     raise UsageError("E140", f"{len(args.what)} arguments", fix="give one code or two files")
 
 
-def _explain_code(code: str, out: Output) -> int:
-    code = code.upper()
+def _explain_code(code: str, args: argparse.Namespace) -> int:
+    code, out = code.upper(), args.out
     if health := HEALTH.get(code):
         out.line(f"{code}  {health.severity}", style="bold")
         out.line(f"  meaning   {health.meaning}")
         out.line(f"  measured  {health.measured}")
+        if health.for_seconds:
+            out.line(f"  counts    once it has lasted {format_seconds(health.for_seconds)}; INFO until then")
+        now = _value_now(code, args)
+        for at, line in enumerate(["unknown: no cluster that answers"] if now is None else now):
+            out.line(f"  {'now' if at == 0 else '':<8}  {line}")
         _causes(health.causes, out)
         out.line(f"  do        {health.fix}")
-        out.result({"code": code, "kind": "health", **{f: getattr(health, f) for f in health.__slots__}})
+        for at, command in enumerate(health.commands):
+            out.line(f"  {'commands' if at == 0 else '':<8}  {command}")
+        out.result({"code": code, "kind": "health", **{f: getattr(health, f) for f in health.__slots__}, "now": now})
         return 0
     if error := ERRORS.get(code):
         out.line(code, style="bold")
@@ -68,6 +76,20 @@ def _explain_code(code: str, out: Output) -> int:
         out.result({"code": code, "kind": "error", "meaning": about})
         return 0
     raise UsageError("E140", f'no code "{code}"', fix=suggestion(code, [*HEALTH, "E100 to E999"]))
+
+
+def _value_now(code: str, args: argparse.Namespace) -> list[str] | None:
+    """What the check sees in the cluster that is known here; None where there is none, or it does not answer."""
+    from kvstore.cli.cluster import ask_nodes, find_map, require_some
+    from kvstore.cli.health_values import values_now
+
+    try:
+        cluster_map = find_map(args)
+        reports = ask_nodes(cluster_map, args.settings["timeout"])
+        require_some(reports, cluster_map)
+    except KvstoreError:
+        return None
+    return values_now(code, cluster_map, reports)
 
 
 def _causes(causes: tuple[str, ...], out: Output) -> None:

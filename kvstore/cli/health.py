@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
+
+import numpy as np
 
 from kvstore.cli.cluster import NodeReport
 from kvstore.cli.codes import HEALTH
 from kvstore.cli.output import Health
-from kvstore.cluster_view import retention
+from kvstore.cluster_view import by_label, group_lists, quantile, retention, total
 from kvstore.clustermap import ClusterMap
+from kvstore.live.scrape import ClientReport
 from kvstore.placement import Placement
-from kvstore.units import format_seconds
+from kvstore.units import format_bytes, format_seconds
 
 CLOCK_SKEW_SECONDS: Final = 0.25
 CHECKSUM_ERRORS_ERR: Final = 100  # from here on the disk repeats itself
 FULL_RATIO: Final = 0.99
+ZOMBIE_RATIO: Final = 0.02
+SLOW_TIMES: Final = 4.0
+SLOW_SECONDS_MIN: Final = 0.005  # below it a node is only slow in comparison
+SLOW_READS_MIN: Final = 100
+SLOW_PEERS_MIN: Final = 3
 _ORDER: Final = {"ERR": 0, "WARN": 1, "INFO": 2}
 
 
-def evaluate(cluster_map: ClusterMap, reports: Sequence[NodeReport], earlier: Mapping[str, NodeReport] | None = None) -> list[Health]:
-    """Checks that fire now, worst first. `earlier` reports, by node id, let checks see movement."""
+def evaluate(
+    cluster_map: ClusterMap,
+    reports: Sequence[NodeReport],
+    earlier: Mapping[str, NodeReport] | None = None,
+    *,
+    clients: Sequence[ClientReport] = (),
+    map_age_seconds: float = 0.0,
+) -> list[Health]:
+    """Checks that fire now, worst first. `earlier` reports, by node id, let checks see movement; `map_age_seconds`: for how long the map
+    has been as it is. For how long a fault has lasted and what is muted is not known here: HealthMemory.settle adds it."""
     found: list[Health] = []
     members = [report for report in reports if report.node in cluster_map.newest.nodes]
     up = [report for report in members if report.up]
@@ -28,13 +46,19 @@ def evaluate(cluster_map: ClusterMap, reports: Sequence[NodeReport], earlier: Ma
     found += _hosts(cluster_map, up, down)
     found += _losses(cluster_map)
     found += _down(cluster_map, down)
+    found += _stripes(cluster_map, down)
     for report in up:
-        found += _node(cluster_map, report, (earlier or {}).get(report.node.id))
+        found += _node(cluster_map, report, (earlier or {}).get(report.node.id), map_age_seconds)
+    found += _slow(up)
     found += _retention(cluster_map, members)
-    versions = sorted({report.version for report in up})
-    if len(versions) > 1:
-        found.append(_health("VERSION_MIXED", "cluster", f"versions {', '.join(versions)}"))
-    return sorted(found, key=lambda check: (_ORDER[check.severity], check.code, check.subject))
+    found += _versions(up)
+    for client in clients:
+        found += _client(client)
+    return sorted(found, key=_rank)
+
+
+def _rank(check: Health) -> tuple[int, str, str]:
+    return _ORDER[check.severity], check.code, check.subject
 
 
 def overall(health: Sequence[Health]) -> str:
@@ -54,7 +78,8 @@ def _hosts(cluster_map: ClusterMap, up: Sequence[NodeReport], down: Sequence[Nod
     if alive < needed:
         # Stores go on, degraded, down to k shards: only below that is the service lost.
         severity = "ERR" if alive < needed - cluster_map.m else "WARN"
-        return [_health("HOSTS_BELOW_STRIPE", "cluster", f"{alive} {noun} up, whole writes need {needed}", severity)]
+        text = f"{alive} {noun} up, whole writes need {needed}"
+        return [_health("HOSTS_BELOW_STRIPE", "cluster", text, severity, count=needed - alive)]
     if alive == needed and down:
         return [_health("HOSTS_NO_MARGIN", "cluster", f"{alive} {noun} up: the next loss stops whole writes")]
     return []
@@ -70,11 +95,28 @@ def _down(cluster_map: ClusterMap, down: Sequence[NodeReport]) -> list[Health]:
     return [_health("NODE_DOWN", report.node.id, f"does not answer: {report.error}", severity) for report in down]
 
 
-def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | None) -> list[Health]:
+def _stripes(cluster_map: ClusterMap, down: Sequence[NodeReport]) -> list[Health]:
+    """By placement groups: a map that names few of them all, or an even sample of many."""
+    if not down:
+        return []
+    lists = group_lists(cluster_map)
+    missing = np.isin(lists, [report.node.ordinal for report in down]).sum(axis=1)
+    degraded, lost = int(((missing > 0) & (missing <= cluster_map.m)).sum()), int((missing > cluster_map.m).sum())
+    found, of = [], f"of {len(lists):,} placement groups"
+    if degraded:
+        text = f"{degraded:,} {of} miss {'a shard' if missing.max() == 1 else 'shards'}"
+        found.append(_health("STRIPE_DEGRADED", "cluster", text, count=degraded))
+    if lost:
+        found.append(_health("STRIPE_LOST", "cluster", f"{lost:,} {of} cannot be read: more than {cluster_map.m} nodes down", count=lost))
+    return found
+
+
+def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | None, map_age_seconds: float) -> list[Health]:
     found = []
     name = report.node.id
     if report.epoch < cluster_map.epoch:
-        found.append(_health("NODE_EPOCH_BEHIND", name, f"at {report.epoch}, cluster {cluster_map.epoch}"))
+        text = f"at {report.epoch}, cluster {cluster_map.epoch}"
+        found.append(_health("NODE_EPOCH_BEHIND", name, text, lasted_seconds=map_age_seconds))
     if report.clock_offset_seconds is not None:
         # Half the flight is the most that the path itself can account for.
         certain = abs(report.clock_offset_seconds) - (report.answer_seconds or 0.0) / 2
@@ -83,12 +125,65 @@ def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | Non
     bad = report.values.get('kvstore_disk_errors_total{kind="checksum"}', 0)
     if bad:
         severity = "ERR" if bad >= CHECKSUM_ERRORS_ERR else "WARN"
-        found.append(_health("CHECKSUM_ERRORS", name, f"{bad:,.0f} bad shards since its start", severity))
+        found.append(_health("CHECKSUM_ERRORS", name, f"{bad:,.0f} bad shards since its start", severity, count=int(bad)))
     if report.values.get('kvstore_index_starts_total{mode="rebuild"}'):
         found.append(_health("INDEX_REBUILT", name, report.index_start or "rebuilt at its start"))
     if _eviction_stalled(report, earlier):
         refused = _refused_for_space(report)
         found.append(_health("EVICTION_STALLED", name, f"full, {refused:,.0f} writes refused, nothing evicted"))
+    if _own_word(report, "NODE_FLAPPING"):
+        starts = report.values.get("kvstore_node_starts_total", 0)
+        found.append(_health("NODE_FLAPPING", name, f"up for {format_seconds(report.uptime_seconds)}, start number {starts:.0f}"))
+    freeing = report.values.get('kvstore_disk_used_bytes{kind="freeing"}', 0)
+    if report.capacity_bytes and freeing > ZOMBIE_RATIO * report.capacity_bytes:
+        lasted = HEALTH["ZOMBIE_BYTES"].for_seconds if _own_word(report, "ZOMBIE_BYTES") else 0.0
+        text = f"{format_bytes(freeing)} dropped and not given back, {100 * freeing / report.capacity_bytes:.1f} % (limit 2 %)"
+        found.append(_health("ZOMBIE_BYTES", name, text, lasted_seconds=lasted))
+    return found
+
+
+def _own_word(report: NodeReport, code: str) -> bool:
+    """What the node found out about itself: kvstore/server/selfcheck.py."""
+    return total(report.values, "kvstore_health_check", code=code) > 0
+
+
+def read_p99_seconds(report: NodeReport) -> float | None:
+    """Of the last five minutes; None where there were too few READ requests to tell."""
+    from kvstore.metrics import LATENCY_BOUNDS_SECONDS  # Prometheus takes 50 ms to import
+
+    counts = report.traffic.read_counts if report.traffic else ()
+    if sum(counts) < SLOW_READS_MIN:
+        return None
+    return quantile(list(zip((*LATENCY_BOUNDS_SECONDS, float("inf")), itertools.accumulate(counts), strict=True)), 0.99)
+
+
+def _slow(up: Sequence[NodeReport]) -> list[Health]:
+    p99s = {report.node.id: p99 for report in up if (p99 := read_p99_seconds(report)) is not None}
+    found = []
+    for name, p99 in p99s.items():
+        peers = [other for peer, other in p99s.items() if peer != name]
+        if len(peers) >= SLOW_PEERS_MIN and p99 > SLOW_SECONDS_MIN and p99 > SLOW_TIMES * (usual := statistics.median(peers)):
+            found.append(_health("DISK_SLOW", name, f"read p99 {format_seconds(p99)}, the others {format_seconds(usual)}"))
+    return found
+
+
+def _versions(up: Sequence[NodeReport]) -> list[Health]:
+    """Mixed since the newest of the versions came up; its oldest daemon has run for that long."""
+    longest: dict[str, float] = {}
+    for report in up:
+        longest[report.version] = max(longest.get(report.version, 0.0), report.uptime_seconds)
+    if len(longest) < 2:
+        return []
+    text = f"versions {', '.join(sorted(longest))}"
+    return [_health("VERSION_MIXED", "cluster", text, lasted_seconds=min(longest.values()), count=len(longest))]
+
+
+def _client(client: ClientReport) -> list[Health]:
+    found = []
+    hits = by_label(client.values, "kvstore_hit_tokens_total", "owner")
+    for owner, tokens in by_label(client.values, "kvstore_lookup_tokens_total", "owner").items():
+        if tokens and not hits.get(owner):
+            found.append(_health("NAMESPACE_ZERO_HIT", f"{client.url} {owner}", f"{tokens:,.0f} tokens looked up, not one hit"))
     return found
 
 
@@ -108,10 +203,12 @@ def _eviction_stalled(report: NodeReport, earlier: NodeReport | None) -> bool:
     full = report.capacity_bytes > 0 and report.used_bytes >= FULL_RATIO * report.capacity_bytes
     if not full or not _refused_for_space(report):
         return False
+    if _own_word(report, "EVICTION_STALLED"):
+        return True
     evicted = report.value("kvstore_evicted_bytes_total")
     return evicted == (earlier.value("kvstore_evicted_bytes_total") if earlier else 0)
 
 
-def _health(code: str, subject: str, summary: str, severity: str | None = None) -> Health:
+def _health(code: str, subject: str, summary: str, severity: str | None = None, *, count: int = 1, lasted_seconds: float = 0.0) -> Health:
     known = HEALTH[code]
-    return Health(code, severity or known.severity, subject, summary, known.fix)
+    return Health(code, severity or known.severity, subject, summary, known.fix, count=count, lasted_seconds=lasted_seconds)

@@ -29,7 +29,23 @@ from kvstore.streams import open_standard_streams
 from kvstore.tomlfile import suggestion
 from kvstore.version import described
 
-COMMANDS: Final = ("up", "node", "status", "stats", "top", "put", "get", "replay", "report", "demo", "bench", "fsck", "explain")
+COMMANDS: Final = (
+    "up",
+    "node",
+    "status",
+    "stats",
+    "top",
+    "mute",
+    "unmute",
+    "put",
+    "get",
+    "replay",
+    "report",
+    "demo",
+    "bench",
+    "fsck",
+    "explain",
+)
 
 HELP_COLUMNS: Final = 100
 _DESCRIPTION: Final = "An open KV prompt cache: erasure-coded SSD block store for LLM inference hosts."

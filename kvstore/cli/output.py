@@ -37,6 +37,8 @@ class Health:
     fix: str
     since: str | None = None
     muted_until: str | None = None
+    count: int = 1  # how much of it there is: a mute ends where it grows
+    lasted_seconds: float = 0.0  # as far as the nodes tell; what was seen earlier is in kvstore/cli/health_memory.py
 
 
 @dataclass

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore.cli.cluster import NodeReport, ask_nodes, find_map, require_some
+from kvstore.cli.cluster import NodeReport, ask_nodes, find_map, map_path, require_some
 from kvstore.cli.health import evaluate, overall
+from kvstore.cli.health_memory import HealthMemory, muted_words
 from kvstore.cli.output import STYLES, Output, rfc3339_now
 from kvstore.cluster_view import ClassRetention, Space, quantile, retention, space
-from kvstore.clustermap import ClusterMap
+from kvstore.clustermap import ClusterMap, Node
 from kvstore.errors import Refused
+from kvstore.live.scrape import ask_clients, client_url
 from kvstore.placement import Losses, Placement
 from kvstore.units import format_bytes, format_seconds
 from kvstore.version import version
@@ -27,35 +30,50 @@ def add_parser(subparsers: Any) -> None:
 examples:
   kvstore status
   kvstore status --nodes                 a row for every node
-  kvstore status --without node-07       may I take this node away? exit 4: no
+  kvstore status --without node-07       may I take this node, or host, away? exit 4: no
   kvstore status --json | jq .data.space
   kvstore status --nagios                one line, exit 0/1/2/3
 """,
     )
     parser.add_argument("--nodes", dest="rows", action="store_true", help="a row for every node, not only for those that are unwell")
-    parser.add_argument("--without", metavar="NODE", action="append", default=[], help="judge as if this node were gone (repeatable)")
+    parser.add_argument(
+        "--without", metavar="NODE", action="append", default=[], help="judge as if this node or host were gone (repeatable)"
+    )
+    parser.add_argument("--client", metavar="URL", action="append", default=[], help="look at this client's /metrics, too (repeatable)")
     parser.add_argument("--fail-on", choices=("warn", "err"), default="err", help="from which severity on the exit code is 1 (default err)")
     parser.add_argument("--nagios", action="store_true", help="one line; exit 0 OK, 1 WARN, 2 ERR, 3 unreachable")
 
 
 def run(args: argparse.Namespace) -> int:
     cluster_map = find_map(args)
-    without = [cluster_map.node(name) for name in args.without]
+    without = {node.ordinal for name in args.without for node in _taken(cluster_map, name)}
+    clients = [client_url(text) for text in args.client]
     reports = ask_nodes(cluster_map, args.settings["timeout"])
     require_some(reports, cluster_map)
-    health = evaluate(cluster_map, reports)
+    asked = ask_clients(clients, args.settings["timeout"])
+    for silent in asked:
+        if not silent.up:
+            args.out.warn(f"client {silent.url} does not answer: {silent.error}")
+    path = map_path(args)
+    found = evaluate(cluster_map, reports, clients=asked, map_age_seconds=max(0.0, time.time() - path.stat().st_mtime))
+    memory = HealthMemory(path)
+    health = memory.settle(found)
+    memory.save()
+    for mute in memory.ended:
+        args.out.warn(f"the mute of {mute.code} has ended: there is more of it than when it was muted")
     word = overall(health)
     placement = Placement(cluster_map)
     lost = {report.node.ordinal for report in reports if not report.up}
     losses = placement.losses_survived(lost)
     kept = retention(cluster_map, reports)
     data = _data(cluster_map, reports, losses, word, kept)
+    data["mutes"] = [mute.data() for mute in memory.live_mutes()]
     args.out.result(data, health=health, cluster=cluster_map.cluster_id, epoch=cluster_map.epoch)
     if args.nagios:
         return _nagios(args.out, word, health, reports)
-    _show(args.out, cluster_map, reports, health, word, losses, kept, args.rows or args.verbose)
+    _show(args.out, cluster_map, reports, health, word, losses, kept, muted_words(memory, health), args.rows or args.verbose)
     if without:
-        _judge(args.out, placement, lost, {node.ordinal for node in without}, args.without)
+        _judge(args.out, cluster_map, placement, lost, without, args.without)
     return int(word == "ERR" or (word == "WARN" and args.fail_on == "warn"))
 
 
@@ -67,15 +85,18 @@ def _show(
     word: str,
     losses: Losses,
     kept: Sequence[ClassRetention],
+    muted: str,
     rows: bool,
 ) -> None:
     there = space(reports)
     up = [report for report in reports if report.up]
     out.line(f"cluster  {cluster_map.cluster_id}   epoch {cluster_map.epoch}   {version()}   {rfc3339_now()}")
-    count = sum(check.severity != "INFO" for check in health)
-    out.line(f"health   {word}" + (f"  {count} check{'s' if count != 1 else ''}" if count else ""), style=STYLES.get(word, "green"))
-    width = max((len(check.code) for check in health), default=0)
-    for check in health:
+    shown = [check for check in health if check.muted_until is None]
+    count = sum(check.severity != "INFO" for check in shown)
+    checks = f"  {count} check{'s' if count != 1 else ''}" if count else ""
+    out.line(f"health   {word}{checks}{muted}", style=STYLES.get(word, "green"))
+    width = max((len(check.code) for check in shown), default=0)
+    for check in shown:
         subject = "" if check.subject == "cluster" else f"{check.subject} "
         out.line(
             f"  {check.severity:<4} {check.code:<{width}}  {subject}{check.summary}     kvstore explain {check.code}",
@@ -182,16 +203,27 @@ def _row(report: NodeReport) -> list[Any]:
     ]
 
 
-def _judge(out: Output, placement: Placement, lost: set[int], without: set[int], names: Sequence[str]) -> None:
+def _taken(cluster_map: ClusterMap, name: str) -> list[Node]:
+    """The node of that id, else all nodes of the host of that name. Raises ConfigError."""
+    if any(node.id == name for node in cluster_map.nodes):
+        return [cluster_map.node(name)]
+    return [node for node in cluster_map.nodes if node.host == name] or [cluster_map.node(name)]
+
+
+def _judge(out: Output, cluster_map: ClusterMap, placement: Placement, lost: set[int], without: set[int], names: Sequence[str]) -> None:
     """Refuses where taking these away would make some extent unreadable."""
     rest = placement.losses_survived(lost | without)
     if not rest.readable:
         what = f"without {', '.join(names)} some extents cannot be read"
         raise Refused("E302", what, f"{len(lost)} down already" if lost else "", "bring the others back first")
-    out.line(f"without  {', '.join(names)}: everything can still be read; then {rest}")
+    needed, hosts = cluster_map.k + cluster_map.m, {node.host for node in cluster_map.newest.nodes}
+    left = {node.host for node in cluster_map.newest.nodes if node.ordinal not in lost | without}
+    stores = f"; {len(left)} hosts left, whole writes need {needed}" if len(left) < needed <= len(hosts) else ""
+    out.line(f"without  {', '.join(names)}: everything can still be read; then {rest}{stores}")
 
 
 def _nagios(out: Output, word: str, health: Sequence[Any], reports: Sequence[NodeReport]) -> int:
+    health = [check for check in health if check.muted_until is None]
     worst = f"; {health[0].code} {health[0].subject}: {health[0].summary}" if word != "OK" else ""
     up = sum(report.up for report in reports)
     out.line(f"KVSTORE {word} - {up} of {len(reports)} nodes up{worst} | nodes_up={up} checks={len(health)}")

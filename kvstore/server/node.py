@@ -35,6 +35,7 @@ from kvstore.server.activity import Activity, Growth, Traffic
 from kvstore.server.config import NodeConfig, capacity_of, choose_io
 from kvstore.server.log import Log, LogHandler
 from kvstore.server.ports import port_fault
+from kvstore.server.selfcheck import SelfCheck, note_start
 from kvstore.units import format_bytes, format_seconds
 from kvstore.version import version
 
@@ -71,6 +72,7 @@ class Node:
         self._registry: Any = None
         self._traffic: Traffic | None = None
         self._growth: Growth | None = None
+        self._check: SelfCheck | None = None
         self._started_at = time.monotonic()
         self._draining = False
         self._drain_seconds = config.drain_timeout_seconds
@@ -145,6 +147,10 @@ class Node:
         self._traffic = Traffic(self.server.stats)
         self._growth = Growth(self._bytes_now)
         self._registry = node_registry(self.server.stats, self.store.stats, self._facts, self._evictions, self._holdings)
+        starts = note_start(config.data_dir, time.time())
+        self._facts.starts = starts.total
+        self._check = SelfCheck(self.values, starts.recent)
+        self._look_at_itself(self._check)
         self._facts.ready = True
         self.control.start()
         self.control.set_ready(True)
@@ -215,12 +221,13 @@ class Node:
         """Returns the exit code: 0 after a drain in which nothing was cut off, else 1."""
         activity = Activity()
         looked = logged = time.monotonic()
-        assert self.server and self.store and self._traffic and self._growth
+        assert self.server and self.store and self._traffic and self._growth and self._check
         while not self._draining:
             self._wake.wait(min(MAP_POLL_SECONDS, self.config.log_interval_seconds))
             now = time.monotonic()
             self._traffic.sample()
             self._growth.sample()
+            self._look_at_itself(self._check)
             behind = now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch
             if self._reload.is_set() or (behind and self._map_mark() != self._mark_read):
                 looked = now
@@ -344,6 +351,10 @@ class Node:
             oldest = [bucket for bucket, _, _ in store.peek(number, owner, 1)]
             found.append(Holding(class_of(number), owner, used_bytes, max(0.0, float(seconds * (now - oldest[0]))) if oldest else 0.0))
         return found
+
+    def _look_at_itself(self, check: SelfCheck) -> None:
+        check.look()
+        self._facts.firing = check.firing
 
     def _bytes_now(self) -> tuple[int, int]:
         assert self.store
