@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvstore.report.schema import AGE_COLUMNS, LABELS, MISS_COLUMNS, SCHEMA, TOKEN_COLUMNS, column_types
+from kvstore.client.access_log import ROWS_MAX, SCHEMA_NAME, schema
+from kvstore.report.schema import AGE_COLUMNS, LABELS, TOKEN_COLUMNS
 
-ROWS_OF_A_FILE: Final = 100_000  # where the writer closes a file
 BLOCK: Final = 128
 CLASSES: Final = ("agent", "chat", "batch", "none")
 MODELS: Final = ("large-1", "large-2", "small-1", "coder-1")
@@ -31,13 +31,10 @@ _AGE_SHARES: Final = np.array(
 )
 
 
-def file_schema(sample: float = 1.0) -> pa.Schema:
-    """The Arrow schema of an access log, its metadata included."""
-    types = column_types()
-    dictionary = pa.dictionary(pa.int32(), pa.string())
-    fields = [pa.field(name, dictionary if name in LABELS else kind) for name, kind in types.items()]
-    told = {"schema": SCHEMA, "block_tokens": BLOCK, "sample": sample, "version": "0.1.0"}
-    return pa.schema([*fields, pa.field("blocks", pa.list_(pa.uint64()))], metadata={"kvstore": json.dumps(told)})
+def file_schema() -> pa.Schema:
+    """The writer's, with a file's metadata."""
+    told = {"schema": SCHEMA_NAME, "block_tokens": BLOCK, "sample": 1.0, "version": "0.1.0"}
+    return schema().with_metadata({"kvstore": json.dumps(told)})
 
 
 def columns_of(random: np.random.Generator, rows: int, start_ms: int, span_ms: int) -> dict[str, Any]:
@@ -71,35 +68,32 @@ def columns_of(random: np.random.Generator, rows: int, start_ms: int, span_ms: i
 
 
 def table_of(columns: dict[str, Any]) -> pa.Table:
-    schema = file_schema()
+    fields = file_schema()
     words = {"tenant": [f"tenant-{n:03}" for n in range(TENANTS)], "model": MODELS, "retention_class": CLASSES}
     rows = len(columns["time"])
     arrays: list[Any] = []
-    for field in schema:
+    for field in fields:
         if field.name in words:
             arrays.append(pa.DictionaryArray.from_arrays(columns[field.name], pa.array(words[field.name])))
         elif field.name == "blocks":
             arrays.append(pa.ListArray.from_arrays(pa.array(np.zeros(rows + 1, np.int32)), pa.array([], pa.uint64())))
         else:
             arrays.append(pa.array(columns[field.name]).cast(field.type))
-    return pa.table(arrays, schema=schema)
+    return pa.table(arrays, schema=fields)
 
 
-def write_log(directory: Path, rows: int, *, start_ms: int, days: float = 7.0, seed: int = 5) -> int:
-    """Writes `rows` rows as files of 100,000, named as the writer names them; returns the bytes."""
+def write_log(directory: Path, rows_count: int, *, start_ms: int, days: float = 7.0, seed: int = 5) -> int:
+    """Writes `rows_count` rows as files of 100,000, named as the writer names them; returns the bytes."""
     directory.mkdir(parents=True, exist_ok=True)
-    files = -(-rows // ROWS_OF_A_FILE)
+    files = -(-rows_count // ROWS_MAX)
     span = int(days * 86_400_000 / files)
     total = 0
     for number in range(files):
-        count = min(ROWS_OF_A_FILE, rows - number * ROWS_OF_A_FILE)
+        count = min(ROWS_MAX, rows_count - number * ROWS_MAX)
         begin = start_ms + number * span
         stamp = np.datetime_as_string(np.datetime64(begin, "ms"), unit="s").replace("-", "").replace(":", "")
-        path = directory / f"access-{stamp}Z-{1000 + number % 4}-{number}.parquet"
-        random = np.random.default_rng([seed, number])
-        pq.write_table(table_of(columns_of(random, count, begin, span)), path, compression="zstd")
+        path = directory / f"access-{stamp}-{1000 + number % 4}-{number}.parquet"
+        rows = table_of(columns_of(np.random.default_rng([seed, number]), count, begin, span))
+        pq.write_table(rows, path, compression="zstd", use_dictionary=list(LABELS))  # as the writer does
         total += path.stat().st_size
     return total
-
-
-assert set(MISS_COLUMNS) < set(TOKEN_COLUMNS)

@@ -11,18 +11,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_tool import ROOT, Cli
+from report_tools import DICTIONARY, FIELDS, NOON, Here, row, write
 
 from benchmarks.access_rows import CLASSES, MODELS, columns_of, table_of, write_log
+from kvstore.metrics import MISS_REASONS
 from kvstore.plots import svg
 from kvstore.report.charts import charts
 from kvstore.report.database import Period, opened
 from kvstore.report.figures import BY, measure
 from kvstore.report.files import find_logs
 from kvstore.report.page import log_page
-from kvstore.report.schema import AGES, MISS_REASONS, TOKEN_COLUMNS, column_types
+from kvstore.report.schema import AGES, TOKEN_COLUMNS, column_types
 from kvstore.report.show import as_html, as_markdown, as_text
-from tests.cli_tool import ROOT, Cli
-from tests.report_tools import DICTIONARY, FIELDS, NOON, row, write
 
 DAY_MS = 86_400_000
 
@@ -154,7 +155,7 @@ def test_command_reports_as_text_and_as_json(tmp_path: Path) -> None:
 
 
 def test_plots_are_written_as_svg_and_png_and_nothing_of_a_name_is_markup(tmp_path: Path) -> None:
-    cli = Cli(tmp_path)
+    cli = Here(tmp_path)
     write(tmp_path / "log" / "a.parquet", [row(cls="<b>&$\\bad$", hit=100, age_1m=100), row(cls="chat", hit=10, age_1d=10)])
     assert cli.run("report", "--log", "log", "--plots", "svg").code == 0
     assert cli.run("report", "--log", "log", "--plots", "png", "--plot-format", "png").code == 0
@@ -177,7 +178,7 @@ def test_a_page_in_html_needs_nothing_from_outside(tmp_path: Path) -> None:
 
 
 def test_since_is_understood_as_time_ago_and_as_date(tmp_path: Path) -> None:
-    cli = Cli(tmp_path)
+    cli = Here(tmp_path)
     two_days(tmp_path / "log")
     assert cli.run("report", "--log", "log", "--since", "2026-11-21", "--json").json["data"]["measured"]["log"]["requests"] == 2
     assert cli.run("report", "--log", "log", "--since", "36500d", "--json").json["data"]["measured"]["log"]["requests"] == 3

@@ -8,18 +8,18 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_tool import Cli
+from report_tools import FIELDS, Here, row, write
 
 from benchmarks.access_rows import write_log
 from kvstore.errors import InputError, UsageError
 from kvstore.report.database import Database, Period, opened
 from kvstore.report.figures import measure
 from kvstore.report.files import find_logs
-from tests.cli_tool import Cli
-from tests.report_tools import FIELDS, row, write
 
 
 def test_places_without_a_log_are_one_clear_line(tmp_path: Path) -> None:
-    cli = Cli(tmp_path)
+    cli = Here(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "salt").write_text("x")
     cli.run("report", "--log", "empty").refused(2, "E161", "no *.parquet file")
@@ -68,7 +68,7 @@ def test_files_that_are_no_log_are_named_and_left_out(tmp_path: Path) -> None:
 def test_a_skipped_file_is_told_on_stderr_and_in_json(tmp_path: Path) -> None:
     write(tmp_path / "log" / "a.parquet", [row(hit=100)])
     (tmp_path / "log" / "b.parquet").write_bytes(b"PAR1")
-    ran = Cli(tmp_path).run("report", "--log", "log", "--json")
+    ran = Here(tmp_path).run("report", "--log", "log", "--json")
     assert ran.code == 0
     assert "b.parquet" in ran.stderr and "left out" in ran.stderr
     assert [Path(each["path"]).name for each in ran.json["data"]["measured"]["log"]["skipped"]] == ["b.parquet"]
@@ -199,7 +199,7 @@ def test_the_fence_holds_for_every_setting_that_opens_files(tmp_path: Path) -> N
 
 
 def test_query_results_as_table_csv_and_json(tmp_path: Path) -> None:
-    cli = Cli(tmp_path)
+    cli = Here(tmp_path)
     write(tmp_path / "log" / "a.parquet", [row(hit=100, tenant="x\x1b[2J,y")])
     query = "select tenant, hit_tokens, null as nothing from access"
     ran = cli.run("report", "--log", "log", "--sql", query)
@@ -220,7 +220,7 @@ def test_a_query_larger_than_its_memory_uses_the_temporary_directory(tmp_path: P
 
 
 def test_a_temporary_directory_that_is_gone_or_memory_too_small_is_told(tmp_path: Path) -> None:
-    cli = Cli(tmp_path)
+    cli = Here(tmp_path)
     write(tmp_path / "log" / "a.parquet", [row(hit=100)])
     cli.run("report", "--log", "log", "--memory", "1MB").refused(2, "E131", "--memory")
     cli.run("report", "--log", "log", "-o", "no/such/file").refused(2, "E100", "no/such/file")

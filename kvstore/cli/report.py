@@ -8,18 +8,24 @@ import datetime
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.cli.cluster import find_map
 from kvstore.cli.output import Output
 from kvstore.errors import ConfigError, UsageError
+from kvstore.live.scrape import client_url
 from kvstore.plots import render, svg
 from kvstore.report.charts import charts
 from kvstore.report.database import MEMORY_BYTES, Answer, Database, Period, opened
+from kvstore.report.datasheet import datasheet, datasheet_page
 from kvstore.report.figures import BY, measure
 from kvstore.report.files import find_logs
-from kvstore.report.page import log_page, printable
+from kvstore.report.page import Page, count, log_page, printable
+from kvstore.report.present import clients_facts, clients_now, cluster_facts, cluster_now, engine_url, engines_now
 from kvstore.report.show import FORMATS, as_html, as_markdown, as_text
+from kvstore.report.value import Prices, rate_of, value_facts, value_of
 from kvstore.units import parse_bytes, parse_seconds
 
 SQL_ROWS_SHOWN: Final = 10_000
@@ -37,6 +43,8 @@ examples:
   kvstore report --log DIR --since 7d --by class,day --by tenant
   kvstore report --log DIR --format html -o report.html
   kvstore report --log DIR --sql "select tenant, sum(hit_tokens) / sum(input_tokens) from access group by 1"
+  kvstore report --log DIR --client http://gpu-12:9100 --prices prices.toml
+  kvstore report --datasheet --log DIR --engine http://gpu-12:8000 --format html -o datasheet.html
   kvstore report --log DIR --json | jq .data.measured.what_if
 """,
     )
@@ -53,6 +61,20 @@ examples:
     )
     add("--format", dest="form", choices=FORMATS, default="text", help="text (default), md, or html: one file that needs no other")
     add("-o", "--output", metavar="FILE", type=Path, help="write there instead of stdout")
+    add("--offline", action="store_true", help="ask no cluster: only the log, and what --client and --engine name")
+    client_help = "metrics of a client process, http://HOST:PORT: load latencies, fallbacks (repeatable)"
+    add("--client", "--metrics", dest="clients", metavar="URL", action="append", default=[], help=client_help)
+    add(
+        "--engine",
+        dest="engines",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="metrics of vLLM or SGLang: time to first token (repeatable)",
+    )
+    add("--prefill-rate", metavar="N", help="tokens a second that one of your GPUs prefills: hits become GPU-hours")
+    add("--prices", metavar="FILE", type=Path, help="your prices (TOML, docs/REPORT.md): hits become money")
+    add("--datasheet", action="store_true", help="one page for a buyer: where, how long, how fast, how exact, what may fail now")
     add("--plots", metavar="DIR", type=Path, help="write the plots there, as files")
     add("--plot-format", choices=("svg", "png"), default="svg", help="of --plots (default svg)")
     add("--sql", metavar="QUERY", help="one SELECT over the view `access`")
@@ -62,37 +84,91 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     out: Output = args.out
-    by = _by(args.by)
-    period = _period(args.since, args.until, time.time())
-    memory = parse_bytes(args.memory, "--memory")
+    by, period, memory = _by(args.by), _period(args.since, args.until, time.time()), parse_bytes(args.memory, "--memory")
     if memory < MEMORY_BYTES_MIN:
         raise UsageError("E131", f"--memory {args.memory}", "too little for a database", "give 100MB or more")
     if args.csv and not args.sql:
         raise UsageError("E140", "--csv without --sql", fix="--json for programs, or add --sql")
-    if not args.log:
-        raise UsageError("E140", "kvstore report", "nothing to report on", "--log DIR: what ClientConfig.access_log names")
-    files = find_logs(args.log)
-    with opened(files, period, memory) as database:
-        if args.sql:
-            return _sql(database, args, out)
-        measured = measure(database, by)
-        _warn(database, out)
-    page = log_page(measured, "kvstore report")
-    out.result({"measured": measured, "doubts": page.doubts})
-    figures = charts(measured) if args.plots or args.form == "html" else {}
+    if args.sql and not args.log:
+        raise UsageError("E140", "--sql without --log", "there is nothing to ask", "--log DIR: what ClientConfig.access_log names")
+    prices = Prices.load(args.prices) if args.prices else Prices()
+    if args.prefill_rate:
+        prices = replace(prices, prefill_tokens_per_second=rate_of(args.prefill_rate))
+    urls = [client_url(text) for text in args.clients], [engine_url(text) for text in args.engines]
+    if args.log:
+        with opened(find_logs(args.log), period, memory) as database:
+            if args.sql:
+                return _sql(database, args, out)
+            measured: dict[str, Any] | None = measure(database, by)
+            _warn(database, out)
+    else:
+        measured = None
+    timeout = args.settings["timeout"]
+    cluster, why_not = _cluster(args, timeout)
+    clients = clients_now(urls[0], timeout) if urls[0] else None
+    engines = engines_now(urls[1], timeout) if urls[1] else None
+    if not args.log and cluster is None and clients is None and engines is None:
+        raise UsageError(
+            "E140", "kvstore report", f"nothing to report on: no --log, and {why_not}", "--log DIR: what ClientConfig.access_log names"
+        )
+    for url, error in [*(clients or {}).get("errors", {}).items(), *(engines or {}).get("errors", {}).items()]:
+        out.warn(f"{url}: {error}; left out")
+    title = f"kvstore report, cluster {printable(cluster['id'])}" if cluster else "kvstore report"
+    if args.datasheet:
+        sheet = datasheet(measured, cluster, clients, engines)
+        page = datasheet_page(sheet, (cluster or {}).get("losses"))
+        data: dict[str, Any] = {"datasheet": sheet}
+    else:
+        page = log_page(measured, title) if measured else Page(title)
+        computed = value_of(prices, *_hits(measured, clients), ((cluster or {}).get("space") or {}).get("capacity_bytes"))
+        page.facts += [
+            *cluster_facts(cluster, why_not),
+            *clients_facts(clients),
+            *value_facts(computed, count(_hits(measured, clients)[0]), prices),
+        ]
+        if prices.given:
+            page.doubts.append("benefit assumes no queueing, and that the engine's own GPU cache would not have had these tokens")
+        data = {"measured": {**(measured or {}), "cluster": cluster, "clients": clients, "engines": engines}}
+        data |= {"assumed": prices.data(), "computed": computed, "doubts": page.doubts}
+    names = {"cluster": cluster["id"], "epoch": cluster["epoch"]} if cluster else {}
+    out.result(data, **names)
+    figures = charts(measured) if measured and not args.datasheet and (args.plots or args.form == "html") else {}
     if args.plots:
         _plots(args.plots, figures, args.plot_format, out)
-    text = (
-        {"text": as_text, "md": as_markdown}[args.form](page)
-        if args.form != "html"
-        else as_html(page, [svg(one) for one in figures.values()])
-    )
-    if args.output:
-        _write(args.output, text)
-        out.note(f"written: {args.output}")
-    else:
-        out.line(text.rstrip("\n"))
+    _give(args, page, figures, out)
     return 0
+
+
+def _cluster(args: argparse.Namespace, timeout_seconds: float) -> tuple[dict[str, Any] | None, str]:
+    """What the cluster says now; or None, and why it was not asked."""
+    if args.offline:
+        return None, "--offline"
+    try:
+        cluster_map = find_map(args)
+    except ConfigError as error:
+        if error.code != "E141":  # a map that was named and is wrong
+            raise
+        return None, "no cluster is known (--map)"
+    return cluster_now(cluster_map, timeout_seconds), ""
+
+
+def _hits(measured: Mapping[str, Any] | None, clients: Mapping[str, Any] | None) -> tuple[int | None, float | None]:
+    """Hit tokens and the seconds in which they were counted: of the log; else of the clients, whose time is not known."""
+    if measured:
+        return measured["hit_tokens"], measured["log"]["span_seconds"]
+    return (clients["hit_tokens"] if clients and clients["clients_up"] else None), None
+
+
+def _give(args: argparse.Namespace, page: Page, figures: Mapping[str, Any], out: Output) -> None:
+    if args.form == "html":
+        text = as_html(page, [svg(one) for one in figures.values()])
+    else:
+        text = as_markdown(page) if args.form == "md" else as_text(page)
+    if not args.output:
+        out.line(text.rstrip("\n"))
+        return
+    _write(args.output, text)
+    out.note(f"written: {args.output}")
 
 
 def _by(given: Sequence[str]) -> list[list[str]]:

@@ -6,8 +6,9 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kvstore.metrics import MISS_REASONS
 from kvstore.report.database import Database
-from kvstore.report.schema import AGE_COLUMNS, AGES, DAY, MISS_COLUMNS, MISS_REASONS, TOKEN_COLUMNS
+from kvstore.report.schema import AGE_COLUMNS, AGES, DAY, MISS_COLUMNS, TOKEN_COLUMNS
 
 WHAT_IF_DAYS: Final = (1, 3, 7, 14)
 BY: Final = {"day": "day", "class": "retention_class", "tenant": "tenant", "model": "model"}

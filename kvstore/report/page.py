@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvstore.report.schema import AGE_WORDS, AGES, GHOST_DAYS, MISS_REASONS
+from kvstore.metrics import MISS_REASONS
+from kvstore.report.schema import AGE_WORDS, AGES, GHOST_DAYS
 from kvstore.units import format_bytes, format_seconds
 
 REASON_WORDS: Final = {
