@@ -92,6 +92,17 @@ void external_keys(nb::bytes secret, nb::bytes namespace_digest, Bytes1 hashes, 
     hasher.external_key(hashes.data() + start, ends.data()[i] - start, out.data() + i * KEY_BYTES);
 }
 
+// SipHash-2-4: who has not the salt can neither tell a key from its fingerprint nor forge one.
+void fingerprints(nb::bytes salt, Bytes2 keys, nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) {
+  require(salt.size() == crypto_shorthash_siphash24_KEYBYTES, "a salt has 16 bytes");
+  require(keys.shape(1) == KEY_BYTES && out.shape(0) == keys.shape(0), "keys (n, 32), out (n,)");
+  static_assert(crypto_shorthash_siphash24_BYTES == sizeof(uint64_t));
+  const auto* secret = static_cast<const uint8_t*>(salt.data());
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < keys.shape(0); i++)
+    crypto_shorthash_siphash24(reinterpret_cast<uint8_t*>(out.data() + i), keys.data() + i * KEY_BYTES, KEY_BYTES, secret);
+}
+
 uint64_t seed_of(nb::bytes owner, nb::bytes extent_key, uint64_t write_id, uint32_t shard, uint32_t plane, uint32_t block) {
   require(owner.size() == OWNER_BYTES && extent_key.size() == KEY_BYTES, "an owner has 16 bytes, an extent key 32");
   ShardIdentity id{};
@@ -115,6 +126,7 @@ void bind_hash(nb::module_& m) {
   if (sodium_init() < 0) throw std::runtime_error("libsodium did not start");
   m.def("block_keys", &kv::block_keys, "secret"_a, "namespace_digest"_a, "previous"_a, "tokens"_a.noconvert(), "block_tokens"_a, "out"_a.noconvert());
   m.def("external_keys", &kv::external_keys, "secret"_a, "namespace_digest"_a, "hashes"_a.noconvert(), "ends"_a.noconvert(), "out"_a.noconvert());
+  m.def("fingerprints", &kv::fingerprints, "salt"_a, "keys"_a.noconvert(), "out"_a.noconvert());
   m.def("shard_seed", &kv::seed_of, "owner"_a, "extent_key"_a, "write_id"_a, "shard"_a, "plane"_a, "block"_a);
   m.def(
       "shard_sum",

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA_NAME: Final = "kvstore.access/1"
-SALT_BYTES: Final = 32
+SALT_BYTES: Final = 16
 ROWS_MAX: Final = 100_000  # of a file
-_FINGERPRINT_DOMAIN: Final = b"kvstore access log fingerprint 1"
-assert len(_FINGERPRINT_DOMAIN) == 32
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
@@ -60,11 +58,10 @@ def schema() -> pa.Schema:
 
 
 def fingerprints(keys: U8, salt: bytes) -> npt.NDArray[np.uint64]:
-    """(n,) from keys (n, 32): the first 8 bytes of a keyed BLAKE2b, so that only who has the salt can tell which key it was."""
-    out = np.empty((len(keys), 32), np.uint8)
-    ends = np.arange(1, len(keys) + 1, dtype=np.uint64) * np.uint64(32)
-    _native.external_keys(salt, _FINGERPRINT_DOMAIN, np.ascontiguousarray(keys).reshape(-1), ends, out)
-    return out.view("<u8")[:, 0].copy()
+    """(n,) from keys (n, 32): SipHash-2-4, so that only who has the salt (16 bytes) can tell which key it was."""
+    out = np.empty(len(keys), np.uint64)
+    _native.fingerprints(salt, np.ascontiguousarray(keys), out)
+    return out
 
 
 class AccessLog:

@@ -18,6 +18,9 @@ def block_keys(secret: bytes, namespace_digest: bytes, previous: bytes, tokens: 
 def external_keys(secret: bytes, namespace_digest: bytes, hashes: _U8, ends: _U64, out: _U8) -> None:
     """Fills out (n, 32); hash i is hashes[ends[i - 1] : ends[i]]."""
 
+def fingerprints(salt: bytes, keys: _U8, out: _U64) -> None:
+    """Fills out (n,) with SipHash-2-4 of keys (n, 32) under a salt of 16 bytes."""
+
 def shard_seed(owner: bytes, extent_key: bytes, write_id: int, shard: int, plane: int, block: int) -> int:
     """xxh3-64 of the identity of one shard of one (plane, block)."""
 

@@ -46,6 +46,30 @@ def plane_digest(block_key: bytes, write_id: int, data_sums: npt.NDArray[np.uint
     return digest & ((1 << 64) - 1), digest >> 64
 
 
+def fingerprint(salt: bytes, key: bytes) -> int:
+    """SipHash-2-4 (Aumasson and Bernstein, 2012) of a key of 32 bytes."""
+    mask = (1 << 64) - 1
+
+    def rotated(value: int, by: int) -> int:
+        return (value << by | value >> (64 - by)) & mask
+
+    k0, k1 = (int.from_bytes(half, "little") for half in (salt[:8], salt[8:]))
+    v0, v1, v2, v3 = k0 ^ 0x736F6D6570736575, k1 ^ 0x646F72616E646F6D, k0 ^ 0x6C7967656E657261, k1 ^ 0x7465646279746573
+    for word, rounds in [*((int.from_bytes(key[at : at + 8], "little"), 2) for at in range(0, len(key), 8)), (len(key) << 56, 2), (0, 4)]:
+        v3 ^= word
+        if rounds == 4:
+            v2 ^= 0xFF
+        for _ in range(rounds):
+            v0, v2 = (v0 + v1) & mask, (v2 + v3) & mask
+            v1, v3 = rotated(v1, 13) ^ v0, rotated(v3, 16) ^ v2
+            v0 = rotated(v0, 32)
+            v2, v0 = (v2 + v1) & mask, (v0 + v3) & mask
+            v1, v3 = rotated(v1, 17) ^ v2, rotated(v3, 21) ^ v0
+            v2 = rotated(v2, 32)
+        v0 ^= word
+    return v0 ^ v1 ^ v2 ^ v3
+
+
 def block_tag(block_key: bytes) -> int:
     """Bytes 8 to 16 of a key as u64 LE."""
     return int.from_bytes(block_key[8:16], "little")
