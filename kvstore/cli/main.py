@@ -40,6 +40,7 @@ COMMANDS: Final = (
     "put",
     "get",
     "replay",
+    "plan",
     "report",
     "demo",
     "bench",

@@ -6,7 +6,7 @@ A log that was sampled has only some of each prompt's blocks; `sample` says what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -150,10 +150,10 @@ def numbered(ids: U64) -> tuple[U32, U64]:
     return dense.astype(np.uint32), fingerprints
 
 
-def by_request(of: Accesses, values: npt.NDArray[np.integer], combine: Callable[..., F64] = np.add.reduceat) -> I64:
+def by_request(of: Accesses, values: I64) -> I64:
     """Sums one value an access to one a request."""
     sums = np.zeros(of.requests, np.int64)
     some = of.counts > 0
     if some.any():
-        sums[some] = combine(values.astype(np.int64), of.starts[some])
+        sums[some] = np.add.reduceat(values, of.starts[some])
     return sums

@@ -9,7 +9,7 @@ Plain LRU over chained ids, touched front to back, hits exactly the leading bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -76,12 +76,7 @@ def exact_curve(accesses: Accesses) -> Curve:
 
 def sampled_curve(accesses: Accesses, rate: float, seed: int = 0) -> Curve:
     """SHARDS at a fixed rate of the blocks. Raises UsageError where the sample would be empty."""
-    if not 0 < rate <= 1:
-        raise UsageError("E131", f"--sample {rate}", "out of range", "give a share above 0, at most 1")
-    hashes = xxh3_64_u64(accesses.fingerprints, np.full(1, seed, np.uint64))
-    inside = hashes <= np.uint64(min(int(rate * 2**64), 2**64 - 1))
-    if inside.sum() < 2 * PARTS:
-        raise UsageError("E131", f"--sample {rate}", f"{int(inside.sum())} of {accesses.unique} blocks", "give a larger share")
+    hashes, inside = _sample(accesses, rate, seed)
     ids, ends, last = _kept(accesses.ids, accesses.ends, accesses.last_tokens, inside, accesses.block_tokens)
     share = float(inside.mean()) * accesses.sample  # of unique blocks; for a sampled log its own share is only known as its rate
     part_of = (hashes[inside] % np.uint64(PARTS)).astype(np.int64)
@@ -93,6 +88,23 @@ def sampled_curve(accesses: Accesses, rate: float, seed: int = 0) -> Curve:
             parts.append(_curve(*few, accesses, int(chosen.sum()), share * float(chosen.mean()), rate * accesses.sample / PARTS))
     whole = _curve(ids, ends, last, accesses, int(inside.sum()), share, rate * accesses.sample)
     return Curve(**{**vars(whole), "parts": tuple(parts)})
+
+
+def sampled(accesses: Accesses, rate: float, seed: int = 0) -> Accesses:
+    """The same requests with only the sample's blocks in them, as a sampled log has. Raises as sampled_curve does."""
+    _, inside = _sample(accesses, rate, seed)
+    ids, ends, _ = _kept(accesses.ids, accesses.ends, accesses.last_tokens, inside, accesses.block_tokens)
+    return replace(accesses, ids=ids, ends=ends, fingerprints=accesses.fingerprints[inside], sample=accesses.sample * float(inside.mean()))
+
+
+def _sample(accesses: Accesses, rate: float, seed: int) -> tuple[U64, np.ndarray]:
+    if not 0 < rate <= 1:
+        raise UsageError("E131", f"--sample {rate}", "out of range", "give a share above 0, at most 1")
+    hashes = xxh3_64_u64(accesses.fingerprints, np.full(1, seed, np.uint64))
+    inside = hashes <= np.uint64(min(int(rate * 2**64), 2**64 - 1))
+    if inside.sum() < 2 * PARTS:
+        raise UsageError("E131", f"--sample {rate}", f"{int(inside.sum())} of {accesses.unique} blocks", "give a larger share")
+    return hashes, inside
 
 
 def _kept(ids: U32, ends: U64, last: U32, inside: np.ndarray, block_tokens: int) -> tuple[U32, U64, U32]:

@@ -1,0 +1,79 @@
+"""Access logs give what the trace behind them gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kvstore.errors import InputError
+from kvstore.placement import xxh3_64_u64
+from kvstore.plan.accesses import Accesses
+from kvstore.plan.curve import exact_curve
+from kvstore.plan.log import read_log
+from tests.plan_tools import conversation, weka
+
+
+def write_log(directory: Path, accesses: Accesses, *, sample: float = 1.0, files: int = 3, schema: str = "kvstore.access/1") -> None:
+    """As docs/ACCESS_LOG.md says, in several files that are not in order."""
+    prints = xxh3_64_u64(accesses.fingerprints, np.full(1, 99, np.uint64))[accesses.ids]  # the salt's work
+    rows = np.split(prints, accesses.ends[:-1].astype(np.int64))
+    lists = [row[row < sample * 2.0**64] if sample < 1 else row for row in rows]
+    head = json.dumps({"schema": schema, "block_tokens": accesses.block_tokens, "sample": sample})
+    for number, part in enumerate(np.array_split(np.arange(accesses.requests), files)):
+        table = pa.table(
+            {
+                "time": pa.array(accesses.times_ms[part].astype(np.int64), pa.timestamp("ms", "UTC")),
+                "input_tokens": pa.array(accesses.input_tokens[part].astype(np.uint32)),
+                "blocks": pa.array([lists[at] for at in part], pa.list_(pa.uint64())),
+            }
+        ).replace_schema_metadata({"kvstore": head})
+        pq.write_table(table, directory / f"access-{files - number}.parquet")
+
+
+def test_a_log_gives_the_curve_of_its_trace(tmp_path: Path) -> None:
+    trace = conversation(128)
+    write_log(tmp_path, trace)
+    log = read_log(tmp_path)
+    assert (log.requests, log.unique, len(log.ids)) == (trace.requests, trace.unique, len(trace.ids))
+    exact, found = exact_curve(trace), exact_curve(log)
+    for share in (0.05, 0.25, 1.0):
+        assert found.hit_tokens(int(share * trace.unique)) == exact.hit_tokens(int(share * trace.unique))
+
+
+def test_a_sampled_log_gives_nearly_the_curve_of_its_trace(tmp_path: Path) -> None:
+    trace = weka("busy1h")
+    write_log(tmp_path, trace, sample=0.1)
+    exact = exact_curve(trace)
+    for log in (read_log(tmp_path), read_log(tmp_path, rate=0.05)):
+        found = exact_curve(log)
+        assert found.parts
+        assert found.unique == pytest.approx(trace.unique, rel=0.05)
+        for share in (0.08, 0.25, 1.0):
+            assert found.hit_ratio(share * trace.unique) == pytest.approx(exact.hit_ratio(share * trace.unique), abs=0.02)
+
+
+def test_a_directory_without_a_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no access"):
+        read_log(tmp_path)
+    (tmp_path / "access-1.parquet").write_bytes(b"no parquet")
+    with pytest.raises(InputError, match="not a Parquet file"):
+        read_log(tmp_path)
+
+
+def test_a_log_of_another_schema_is_refused(tmp_path: Path) -> None:
+    write_log(tmp_path, conversation(512), files=1, schema="kvstore.access/2")
+    with pytest.raises(InputError, match="access/2"):
+        read_log(tmp_path)
+
+
+def test_an_empty_log_is_refused(tmp_path: Path) -> None:
+    head = {"kvstore": json.dumps({"schema": "kvstore.access/1", "block_tokens": 128, "sample": 1.0})}
+    columns = [("time", pa.timestamp("ms", "UTC")), ("input_tokens", pa.uint32()), ("blocks", pa.list_(pa.uint64()))]
+    pq.write_table(pa.schema(columns).empty_table().replace_schema_metadata(head), tmp_path / "access-1.parquet")
+    with pytest.raises(InputError, match="no request"):
+        read_log(tmp_path)
