@@ -180,6 +180,7 @@ ERRORS: Final = {
     "E100": ErrorCode("a file or directory cannot be used", ("it is not there", "no permission", "another kind"), "check the path"),
     "E101": ErrorCode("unknown key in a file", ("a misspelt key", "a key of another version"), "correct it; the message names the nearest"),
     "E102": ErrorCode("a size or time cannot be read", ("a unit that does not exist",), "sizes: 4.8TB, 16GiB; times: 250ms, 10s, 3h, 7d"),
+    "E103": ErrorCode("fewer nodes than an extent has shards", (), "add nodes; the message names how many"),
     "E106": ErrorCode("a name has characters it must not have", ("blanks or capitals",), "use a-z, 0-9, - and up to 63 characters"),
     "E107": ErrorCode("a port is taken", ("another cluster runs here", "another program listens there"), "stop it, or --port N"),
     "E110": ErrorCode("a line of a trace cannot be used", ("a damaged file", "another format"), "drop the line, or --skip-bad"),
