@@ -146,7 +146,7 @@ class ClassRetention:
     oldest_seconds: float  # of the node that keeps it the shortest, among those that hold any
     used_bytes: int
     evicted_bytes: int
-    reached_bytes: int  # of them, those that had outlived their class
+    reached_bytes: int  # of them, those whose class's time since the last use was over
     early_bytes: int  # of them, those dropped for room
     groups: int  # looked at
     nodes: Mapping[str, NodeRetention]
@@ -199,7 +199,7 @@ def retention(cluster_map: ClusterMap, reports: Sequence[Report], groups: NDArra
         contracts |= {name: s for name, s in by_label(report.values, "kvstore_retention_contract_seconds", "retention_class").items() if s}
     used = by_label(summed, "kvstore_class_used_bytes", "retention_class")
     evicted = by_label(summed, "kvstore_evicted_bytes_total", "retention_class")
-    reached = by_label(summed, "kvstore_evicted_bytes_total", "retention_class", reason="expired")
+    reached = by_label(summed, "kvstore_evicted_contract_bytes_total", "retention_class", contract="kept")
     by_node = {report.node.id: node_retention(report) for report in up}
     nothing = NodeRetention(0.0, 0)
     found = []
@@ -245,6 +245,7 @@ class Space:
     used_bytes: int
     capacity_bytes: int
     freeing_bytes: int  # dropped from the index, not yet given back
+    zombie_bytes: int  # allocated, and nothing accounts for them
     index_bytes: int
     by_class: Mapping[str, int]
     by_owner: Mapping[str, int]
@@ -253,15 +254,12 @@ class Space:
     evicting: bool  # some node has begun to drop for room
     seconds_until_full: float | None  # of the nodes together, as they grow now; None: full and evicting, not growing, or not known
 
-    @property
-    def freeing_ratio(self) -> float:
-        return self.freeing_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
-
     def data(self) -> dict[str, Any]:
         """For --json."""
-        names = ("used_bytes", "capacity_bytes", "freeing_bytes", "index_bytes", "growth_bytes_per_second", "written_bytes_per_second")
+        sizes = ("used_bytes", "capacity_bytes", "freeing_bytes", "zombie_bytes", "index_bytes")
+        paces = ("growth_bytes_per_second", "written_bytes_per_second", "evicting", "seconds_until_full")
         listed = {"by_class": dict(self.by_class), "by_owner": dict(self.by_owner)}
-        return {**{name: getattr(self, name) for name in names}, "seconds_until_full": self.seconds_until_full, **listed}
+        return {**{name: getattr(self, name) for name in (*sizes, *paces)}, **listed}
 
 
 def space(reports: Sequence[Report]) -> Space:
@@ -271,10 +269,10 @@ def space(reports: Sequence[Report]) -> Space:
     grown = [report.growth for report in up if report.growth is not None and report.growth.seconds > 0]
     growth = sum(each.used_bytes / each.seconds for each in grown) if grown else None
     written = sum(each.written_bytes / each.seconds for each in grown) if grown else None
-    evicting = total(summed, "kvstore_evicted_bytes_total", reason="lru") > 0
+    evicting = any(total(summed, "kvstore_evicted_bytes_total", reason=reason) for reason in EARLY_REASONS)
     until = (capacity - used) / growth if growth and growth > 0 and not evicting and capacity > used else None
     kinds = by_label(summed, "kvstore_disk_used_bytes", "kind")
     by_class = {name: int(size) for name, size in by_label(summed, "kvstore_class_used_bytes", "retention_class").items() if size}
     by_owner = {name: int(size) for name, size in by_label(summed, "kvstore_owner_used_bytes", "owner").items() if size}
-    freeing, index = int(kinds.get("freeing", 0)), int(kinds.get("index", 0))
-    return Space(used, capacity, freeing, index, by_class, by_owner, growth, written, evicting, until)
+    freeing, zombie, index = (int(kinds.get(kind, 0)) for kind in ("freeing", "zombie", "index"))
+    return Space(used, capacity, freeing, zombie, index, by_class, by_owner, growth, written, evicting, until)

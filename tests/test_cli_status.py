@@ -196,6 +196,7 @@ def kept(seconds: float, **evicted: float) -> dict[str, float]:
         'kvstore_retention_contract_seconds{retention_class="chat"}': 604_800.0,
         'kvstore_retention_seconds{retention_class="agent"}': 0.0,
         **{f'kvstore_evicted_bytes_total{{retention_class="chat",reason="{reason}"}}': size for reason, size in evicted.items()},
+        'kvstore_evicted_contract_bytes_total{retention_class="chat",reason="expired",contract="kept"}': evicted.get("expired", 0.0),
     }
 
 

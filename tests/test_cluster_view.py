@@ -33,7 +33,11 @@ def nodes_of(count: int) -> ClusterMap:
 
 
 def kept(oldest_seconds: float, *, lru: float = 0.0, expired: float = 0.0, name: str = "chat") -> dict[str, float]:
+    """What went for room was before its time, but for a tenth."""
     return {
+        f'kvstore_evicted_contract_bytes_total{{retention_class="{name}",reason="lru",contract="kept"}}': lru / 10,
+        f'kvstore_evicted_contract_bytes_total{{retention_class="{name}",reason="lru",contract="broken"}}': lru - lru / 10,
+        f'kvstore_evicted_contract_bytes_total{{retention_class="{name}",reason="expired",contract="kept"}}': expired,
         f'kvstore_retention_seconds{{retention_class="{name}"}}': oldest_seconds,
         f'kvstore_retention_contract_seconds{{retention_class="{name}"}}': 7 * DAY,
         f'kvstore_evicted_bytes_total{{retention_class="{name}",reason="lru"}}': lru,
@@ -86,7 +90,7 @@ def test_a_class_of_which_nothing_was_dropped_for_room_has_no_bound() -> None:
 
 def test_the_share_that_reached_its_days_is_of_bytes_and_none_where_nothing_went() -> None:
     where = nodes_of(12)
-    assert only(retention(where, [Report(node, kept(DAY, lru=1.0, expired=3.0)) for node in where.nodes])).reached_ratio == 0.75
+    assert only(retention(where, [Report(node, kept(DAY, lru=10.0, expired=30.0)) for node in where.nodes])).reached_ratio == 0.775
     assert only(retention(where, [Report(node, kept(DAY)) for node in where.nodes])).reached_ratio is None
 
 
@@ -103,13 +107,20 @@ def test_space_is_summed_and_the_time_until_it_is_full_follows_from_what_stays()
     values = {
         'kvstore_disk_used_bytes{kind="freeing"}': 5.0,
         'kvstore_disk_used_bytes{kind="index"}': 1.0,
+        'kvstore_disk_used_bytes{kind="zombie"}': 2.0,
         'kvstore_class_used_bytes{retention_class="chat"}': 300.0,
         'kvstore_class_used_bytes{retention_class="agent"}': 0.0,
         'kvstore_owner_used_bytes{owner="default"}': 300.0,
     }
     reports = [Report(node, values, used_bytes=400, growth=Grown(100.0, 50, 80)) for node in where.nodes]
     found = cluster_view.space(reports)
-    assert (found.used_bytes, found.capacity_bytes, found.freeing_bytes, found.index_bytes) == (4800, 12_000, 60, 12)
+    assert (found.used_bytes, found.capacity_bytes, found.freeing_bytes, found.zombie_bytes, found.index_bytes) == (
+        4800,
+        12_000,
+        60,
+        24,
+        12,
+    )
     assert (found.by_class, found.by_owner) == ({"chat": 3600}, {"default": 3600})
     assert found.growth_bytes_per_second == 6.0 and found.written_bytes_per_second == 9.6 and found.seconds_until_full == 1200.0
     full = [replace(report, values={**values, **kept(DAY, lru=1.0)}) for report in reports]

@@ -229,7 +229,7 @@ FAULTS = {
     "CHECKSUM_ERRORS": {'kvstore_disk_errors_total{kind="checksum"}': 1.0},
     "INDEX_REBUILT": {'kvstore_index_starts_total{mode="rebuild"}': 1.0},
     "NODE_EPOCH_BEHIND": {"kvstore_epoch_seen": 2.0},
-    "ZOMBIE_BYTES": {'kvstore_disk_used_bytes{kind="freeing"}': 4e6},
+    "ZOMBIE_BYTES": {'kvstore_disk_used_bytes{kind="freeing"}': 2e6, 'kvstore_disk_used_bytes{kind="zombie"}': 2e6},
     "EVICTION_STALLED": {
         'kvstore_disk_used_bytes{kind="shards"}': 134e6,
         'kvstore_node_requests_total{op="write",result="no_space"}': 1.0,

@@ -9,12 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_tools import SMALL
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import metrics
+from kvstore.client import Client
+from kvstore.client.metrics import serve_metrics
 from kvstore.kernels import _native
-from kvstore.metrics import AGE_BOUNDS_SECONDS, CLIENT, COMMON, LATENCY_BOUNDS_SECONDS, NODE, OPS, EvictionMetrics, Holding, NodeFacts
+from kvstore.metrics import (
+    AGE_BOUNDS_SECONDS,
+    CLIENT,
+    COMMON,
+    LATENCY_BOUNDS_SECONDS,
+    NODE,
+    OPS,
+    EvictionMetrics,
+    Holding,
+    NodeFacts,
+)
 from kvstore.server.local import LocalCluster
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
@@ -135,17 +148,62 @@ def test_the_text_is_what_prometheus_reads(store_stats: Callable[[], dict[str, A
     assert info.value == 1 and info.labels["version"]
 
 
-def test_the_document_lists_exactly_what_is_exported() -> None:
+def document_rows() -> dict[str, tuple[str, dict[str, set[str]], str]]:
+    """Name -> type, labels with the values that are written ({}: a list told in the text above the tables), help."""
     rows = re.findall(r"^\| `(kvstore_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", DOCUMENT.read_text(), re.MULTILINE)
-    written = {
-        name: (kind, {part.split("=")[0] for part in labels.replace("`", "").split() if "=" in part or part}, text)
+    assert len(rows) == len({name for name, *_ in rows}) > 60, "the tables were found, and no row twice"
+    return {
+        name: (
+            kind,
+            {part.partition("=")[0]: set(filter(None, part.partition("=")[2].split("/"))) for part in labels.split()},
+            text.strip(),
+        )
         for name, kind, labels, text in rows
     }
+
+
+def test_the_document_lists_exactly_what_is_exported() -> None:
+    written = document_rows()
     assert set(written) == {m.name for m in (*COMMON, *NODE, *CLIENT)}
     for m in (*COMMON, *NODE, *CLIENT):
         kind, labels, text = written[m.name]
-        assert kind == m.kind and text.strip() == m.help, m.name
-        assert {label.rstrip(",") for label in labels} == set(m.labels), m.name
+        assert kind == m.kind and text == m.help, m.name
+        assert set(labels) == set(m.labels), m.name
+
+
+def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_from_the_table(tmp_path: Path) -> None:
+    """Name, type, help, labels and their closed lists: straight from the document to what is scraped."""
+    found: dict[str, tuple[str, dict[str, set[str]], str]] = {}
+    with (
+        LocalCluster(tmp_path, 1, capacity_bytes=128 << 20, k=1, m=0) as cluster,
+        Client(cluster.map, layout=SMALL) as client,
+        serve_metrics(client, 0) as port,
+    ):
+        for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}"):
+            with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+            for family in text_string_to_metric_families(text):
+                labels: dict[str, set[str]] = {}
+                for sample in family.samples:
+                    for name, value in sample.labels.items():
+                        if name != "le":
+                            labels.setdefault(name, set()).add(value)
+                name = family.name + ("_total" if family.type == "counter" else "")
+                assert found.get(name, (family.type, labels, family.documentation))[2] == family.documentation
+                found[name] = family.type, labels, family.documentation
+    written = document_rows()
+    assert found.keys() == written.keys()
+    told = dict(re.findall(r"(?:- |\. )`(op|retention_class|code)` is (?:one of )?([\w, ]+)", DOCUMENT.read_text().replace("\n  ", " ")))
+    told_above = {label: set(re.findall(r"\w+", words)) - {"or"} for label, words in told.items()}
+    of_process = {"version", "revision", "owner", "model_name"}  # this process's own, or as configured
+    checked = 0
+    for name, (kind, labels, text) in found.items():
+        assert (kind, set(labels), text) == (written[name][0], set(written[name][1]), written[name][2]), name
+        for label, values in labels.items():
+            if label not in of_process:
+                assert values == (written[name][1][label] or told_above[label]), (name, label)
+                checked += 1
+    assert checked > 40
 
 
 def test_a_daemon_exports_this_table_from_its_first_second(tmp_path: Path) -> None:

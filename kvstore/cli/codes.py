@@ -111,8 +111,8 @@ HEALTH: Final = {
     ),
     "ZOMBIE_BYTES": HealthCode(
         "WARN",
-        "more than 2 % of a node's capacity was dropped and is not given back to the file system",
-        "bytes no longer in the index and not yet freed, against the capacity, for ten minutes",
+        "more than 2 % of a node's capacity holds bytes that no index entry owns",
+        "bytes allocated that nothing accounts for, and bytes dropped and not yet given back, against the capacity",
         ("holes are punched more slowly than the evictor drops", "reads that never end hold the bytes", "a slow file system"),
         "look at the disk's latency; kvstore fsck DIR while the node is stopped tells what nobody owns",
         commands=("kvstore status --json | jq .data.space", "iostat -x 5", "kvstore fsck DIR"),

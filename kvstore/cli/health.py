@@ -134,10 +134,11 @@ def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | Non
     if _own_word(report, "NODE_FLAPPING"):
         starts = report.values.get("kvstore_node_starts_total", 0)
         found.append(_health("NODE_FLAPPING", name, f"up for {format_seconds(report.uptime_seconds)}, start number {starts:.0f}"))
-    freeing = report.values.get('kvstore_disk_used_bytes{kind="freeing"}', 0)
-    if report.capacity_bytes and freeing > ZOMBIE_RATIO * report.capacity_bytes:
+    freeing, lost = (report.values.get(f'kvstore_disk_used_bytes{{kind="{kind}"}}', 0) for kind in ("freeing", "zombie"))
+    if report.capacity_bytes and freeing + lost > ZOMBIE_RATIO * report.capacity_bytes:
         lasted = HEALTH["ZOMBIE_BYTES"].for_seconds if _own_word(report, "ZOMBIE_BYTES") else 0.0
-        text = f"{format_bytes(freeing)} dropped and not given back, {100 * freeing / report.capacity_bytes:.1f} % (limit 2 %)"
+        share = f"{100 * (freeing + lost) / report.capacity_bytes:.1f} % (limit 2 %)"
+        text = f"{format_bytes(lost)} that nothing accounts for, {format_bytes(freeing)} not given back yet: {share}"
         found.append(_health("ZOMBIE_BYTES", name, text, lasted_seconds=lasted))
     return found
 

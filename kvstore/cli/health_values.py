@@ -102,7 +102,7 @@ _VALUES: Final[dict[str, Callable[[ClusterMap, Reports], str]]] = {
     "EVICTION_STALLED": _fullest,
     "RETENTION_SHORT": _kept,
     "CHECKSUM_ERRORS": _worst("kvstore_disk_errors_total", "bad shards", kind="checksum"),
-    "ZOMBIE_BYTES": _worst("kvstore_disk_used_bytes", "bytes", kind="freeing"),
+    "ZOMBIE_BYTES": _worst("kvstore_disk_used_bytes", "bytes", kind="zombie"),
     "INDEX_REBUILT": _worst("kvstore_index_starts_total", "rebuilds", mode="rebuild"),
     "CLOCK_SKEW": _skew,
     "VERSION_MIXED": _versions,

@@ -67,7 +67,7 @@ def judge(values: Values, before: Values | None, starts: Sequence[float], now: f
     if sum(now - each <= FLAPPING_SECONDS for each in starts) >= FLAPPING_STARTS:
         found["NODE_FLAPPING"] = "WARN"
     capacity = values["kvstore_disk_capacity_bytes"]
-    if values['kvstore_disk_used_bytes{kind="freeing"}'] > ZOMBIE_RATIO * capacity:
+    if sum(values[f'kvstore_disk_used_bytes{{kind="{kind}"}}'] for kind in ("freeing", "zombie")) > ZOMBIE_RATIO * capacity:
         found["ZOMBIE_BYTES"] = "WARN"
     if before is not None and values['kvstore_disk_used_bytes{kind="shards"}'] >= FULL_RATIO * capacity:
         refused = 'kvstore_node_requests_total{op="write",result="no_space"}'
