@@ -49,7 +49,7 @@ HeaderCheck check_header(const wire::FrameHeader& h, const Conn& conn, Status& w
     else if (verb == Verb::WRITE) body_max = RECORD_BYTES_MAX;
     else return HeaderCheck::REFUSED;
   } else {
-    if (verb != Verb::DISCOVER && verb != Verb::PROMISE && verb != Verb::WITHDRAW && verb != Verb::WHY) return HeaderCheck::REFUSED;
+    if (verb != Verb::DISCOVER && verb != Verb::PROMISE && verb != Verb::WITHDRAW && verb != Verb::WHY && verb != Verb::ADMIT) return HeaderCheck::REFUSED;
     body_max = wire::SMALL_BODY_MAX;
   }
   why = Status::TOO_LARGE;

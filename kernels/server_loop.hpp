@@ -124,6 +124,7 @@ inline Op op_of(uint8_t verb) {
     case wire::Verb::PROMISE: return Op::PROMISE;
     case wire::Verb::WITHDRAW: return Op::WITHDRAW;
     case wire::Verb::WHY: return Op::WHY;
+    case wire::Verb::ADMIT: return Op::ADMIT;
     case wire::Verb::READ: return Op::READ;
     case wire::Verb::WRITE: return Op::WRITE;
     default: return Op::HELLO;

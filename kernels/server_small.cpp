@@ -1,4 +1,4 @@
-// Accepting, HELLO, DISCOVER, PROMISE, WITHDRAW, WHY.
+// Accepting, HELLO, DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT.
 #include "server_small.hpp"
 
 #include <errno.h>
@@ -220,6 +220,7 @@ Status SmallLoop::answer(Conn& conn, const wire::FrameHeader& header, const uint
     case wire::Verb::DISCOVER: return discover(conn, header, body);
     case wire::Verb::PROMISE: return promise(conn, header, body);
     case wire::Verb::WHY: return why(conn, header, body);
+    case wire::Verb::ADMIT: return admit(conn, header, body);
     default: return withdraw(conn, header, body);
   }
 }
@@ -296,6 +297,20 @@ Status SmallLoop::why(Conn& conn, const wire::FrameHeader& header, const uint8_t
   Owner owner;
   std::memcpy(owner.data(), request.owner, owner.size());
   shared_.store.why(owner, body + sizeof request, request.count, result_);
+  append_reply(conn, header, result_);
+  return Status::OK;
+}
+
+Status SmallLoop::admit(Conn& conn, const wire::FrameHeader& header, const uint8_t* body) {
+  wire::AdmitRequest request;
+  if (header.body_bytes < sizeof request) return Status::BAD_REQUEST;
+  std::memcpy(&request, body, sizeof request);
+  if (request.count > wire::KEYS_MAX) return Status::TOO_LARGE;
+  if (header.body_bytes != sizeof request + uint64_t(request.count) * KEY_BYTES) return Status::BAD_REQUEST;
+  Owner owner;
+  std::memcpy(owner.data(), request.owner, owner.size());
+  result_.assign(request.count * sizeof(uint32_t), 0);
+  shared_.store.admit(owner, body + sizeof request, request.count, request.bucket, reinterpret_cast<uint32_t*>(result_.data()));
   append_reply(conn, header, result_);
   return Status::OK;
 }

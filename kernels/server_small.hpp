@@ -29,6 +29,7 @@ class SmallLoop final : public Loop {
   Status promise(Conn& conn, const wire::FrameHeader& header, const uint8_t* body);
   Status withdraw(Conn& conn, const wire::FrameHeader& header, const uint8_t* body);
   Status why(Conn& conn, const wire::FrameHeader& header, const uint8_t* body);
+  Status admit(Conn& conn, const wire::FrameHeader& header, const uint8_t* body);
   Parsed refuse(Conn& conn, const wire::FrameHeader& header, Status why);
 
   int listener_;

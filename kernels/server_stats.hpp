@@ -11,8 +11,8 @@ inline int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-enum class Op : uint8_t { HELLO, DISCOVER, PROMISE, WITHDRAW, WHY, READ, WRITE, COUNT };
-inline constexpr const char* OP_NAMES[] = {"hello", "discover", "promise", "withdraw", "why", "read", "write"};
+enum class Op : uint8_t { HELLO, DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT, READ, WRITE, COUNT };
+inline constexpr const char* OP_NAMES[] = {"hello", "discover", "promise", "withdraw", "why", "admit", "read", "write"};
 inline constexpr uint32_t OPS = uint32_t(Op::COUNT);
 static_assert(sizeof OP_NAMES / sizeof *OP_NAMES == OPS);
 inline constexpr uint32_t STATUSES = 64;   // Status numbers are below this

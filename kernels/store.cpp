@@ -394,6 +394,7 @@ Status StoreImpl::put(uint8_t* record, uint64_t bytes) {
     case Status::OK:
       counters_.puts++;
       counters_.put_bytes += bytes;
+      spend(padded);
       disk_free_ -= int64_t(padded);
       if (used_bytes() > pressure_at_) poke_pressure(0);
       break;

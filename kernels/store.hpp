@@ -28,6 +28,8 @@ struct StoreConfig {
   std::array<uint32_t, CLASSES_MAX> retention_seconds{0, 3600, 7 * 86400, 3 * 86400};
 };
 
+enum class Vote : uint32_t { YES = 0, UNSEEN = 1, BUDGET = 2 };   // on a write: not asked for before, or too much was written
+
 class Segment;   // one append-only file; kept open while anyone reads it
 
 // A shard held open for reading: its bytes stay where they are until this is destroyed. Move-only.
@@ -71,6 +73,8 @@ class Store {
   virtual void withdraw(const Owner& owner, const wire::WritingName* names, uint32_t count, uint32_t* statuses) = 0;
   // What is remembered of writings that began with these keys and went: a WHY reply's body goes to `out`.
   virtual void why(const Owner& owner, const uint8_t* keys, uint32_t count, std::vector<uint8_t>& out) = 0;
+  // A vote on each of `count` extent keys that a client wants to write; `votes` gets as many numbers of Vote. Marks them as asked for.
+  virtual void admit(const Owner& owner, const uint8_t* keys, uint32_t count, uint32_t bucket, uint32_t* votes) = 0;
   virtual Status open_read(const Owner& owner, const wire::ReadExtent& extent, ReadRef& out) = 0;
   // `record` is 4 KiB-aligned memory of at least align_up(bytes, 4096); padding is zeroed here. Checks everything, writes, commits.
   virtual Status put(uint8_t* record, uint64_t bytes) = 0;

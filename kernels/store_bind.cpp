@@ -382,6 +382,17 @@ void bind_store(nb::module_& m) {
       .def("usage", &usage, "(used, zombie, capacity, disk free: bytes; index share)")
       .def("poke", [](Store& s) { impl(s).poke(); }, release(), "wakes wait_pressure")
       .def("set_second_chance", [](Store& s, bool on) { impl(s).set_second_chance(on); }, arg("on"))
+      .def("set_admission", [](Store& s, bool second_touch, uint64_t budget) { impl(s).set_admission(second_touch, budget); },
+           arg("second_touch"), arg("budget_bytes_per_day"))
+      .def("admit",
+           [](Store& s, const nb::bytes& owner, const Keys& keys, uint32_t bucket) {
+             std::vector<uint32_t> votes(keys.shape(0));
+             impl(s).admit(fixed<OWNER_BYTES>(owner, "owner"), keys.data(), uint32_t(keys.shape(0)), bucket, votes.data());
+             nb::list out;
+             for (const uint32_t vote : votes) out.append(vote);
+             return out;
+           },
+           arg("owner"), arg("keys"), arg("bucket"))
       .def("set_retentions", [](Store& s, const nb::sequence& seconds) { impl(s).set_retentions(retentions_of(seconds)); }, arg("seconds"))
       .def("wait_started", [](Store& s, double timeout) { return impl(s).wait_started(timeout); }, arg("timeout_seconds"), release())
       .def("flush", [](Store& s) { impl(s).flush(); }, release())

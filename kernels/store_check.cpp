@@ -224,6 +224,9 @@ std::vector<std::pair<std::string, uint64_t>> StoreImpl::stats() {
   add("corrupt_found_total", c.corrupt_found);
   add("index_faults_total", c.index_faults);
   add("evicted_total", c.evicted);
+  add("votes_yes_total", c.votes[size_t(Vote::YES)]);
+  add("votes_unseen_total", c.votes[size_t(Vote::UNSEEN)]);
+  add("votes_budget_total", c.votes[size_t(Vote::BUDGET)]);
   add("evict_skipped_total", c.evict_skipped);
   add("punches_total", c.punches);
   add("punched_bytes_total", c.punched_bytes);

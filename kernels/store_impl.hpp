@@ -5,6 +5,7 @@
 //   store_rebuild.cpp   after an unclean stop: freeing what nobody owns, making a lost index again
 //   store_maintain.cpp  touches, syncs, sealing, punching, growing the filter
 //   store_evict.cpp     what gc asks: queues, peek, evict, ghosts
+//   store_admit.cpp     votes on what to write
 //   store_check.cpp     check_integrity(), bulk_index() for benchmarks
 //   store_bind.cpp      the Python face
 //
@@ -50,6 +51,7 @@ struct Counters {
   std::atomic<uint64_t> corrupt_reported{0}, corrupt_found{0}, index_faults{0};
   std::atomic<uint64_t> evicted{0}, evict_skipped{0}, punches{0}, punched_bytes{0}, punch_errors{0}, segments_removed{0}, io_errors{0};
   std::atomic<uint64_t> orphan_bytes{0}, recovered{0}, recovery_dropped{0}, unknown_versions{0};
+  std::atomic<uint64_t> votes[3] = {};          // by Vote
 };
 
 class StoreImpl final : public Store {
@@ -72,11 +74,13 @@ class StoreImpl final : public Store {
   std::vector<Evicted> evict(const std::vector<RecencyKey>& rows, GhostReason reason);
   // What is evicted unused is remembered; written again, it is of the reused from the start (S3-FIFO's ghost queue).
   void set_second_chance(bool on);
+  void set_admission(bool second_touch, uint64_t budget_bytes_per_day);   // 0: no budget
   void set_pressure_at(uint64_t bytes) { pressure_at_ = bytes; }
   // Bytes that puts found no room for since the last call; 1 if only pressure_at was passed or poke() was called; 0: the time is over.
   uint64_t wait_pressure(double timeout_seconds);
   Usage usage();
   void why(const Owner& owner, const uint8_t* keys, uint32_t count, std::vector<uint8_t>& out) override;
+  void admit(const Owner& owner, const uint8_t* keys, uint32_t count, uint32_t bucket, uint32_t* votes) override;
   std::vector<std::pair<uint32_t, GhostRow>> ghosts(const Owner& owner, const uint8_t* keys, uint32_t count);
   void poke() { poke_pressure(1); }
   void set_retentions(const std::array<uint32_t, CLASSES_MAX>& seconds);
@@ -130,6 +134,11 @@ class StoreImpl final : public Store {
   uint64_t lookup_writing(Index::Reader& reader, const NameKey& name, EntryFixed& first);
   Status room_for(uint64_t padded_bytes);
   void poke_pressure(uint64_t wanted_bytes);
+
+  // store_admit.cpp
+  double clock_seconds() const;
+  void refill_locked();
+  void spend(uint64_t bytes);
 
   // store_commit.cpp
   void commit_put(PutOp& op);
@@ -215,6 +224,11 @@ class StoreImpl final : public Store {
   std::mutex chances_mutex_;
   bool second_chance_ = false;                  // guarded by chances_mutex_, as is the next
   Seen chances_;
+  std::mutex admit_mutex_;                      // guards the next six
+  bool second_touch_ = false;
+  double budget_per_day_ = 0, budget_left_ = 0, budget_at_ = 0;   // bytes, bytes, seconds
+  uint64_t asked_generation_ = 0;
+  Seen asked_;
   std::unique_ptr<Ghosts> ghosts_;
   Counters counters_;
 

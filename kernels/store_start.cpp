@@ -22,6 +22,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
+constexpr uint64_t ASKED_MAX = 4u << 20;     // 16 MiB in two generations: 90 a second for 12 hours
 constexpr uint64_t CHANCES_MAX = 4u << 20;   // 16 MiB in two generations: a day of writes of a busy node
 
 constexpr uint64_t CRASH_WINDOW_MS = 60000;
@@ -66,7 +67,8 @@ StoreImpl::StoreImpl(const StoreConfig& config)
       lock_(std::make_unique<DirLock>(config_.dir)),
       segments_(config_.dir + "/segments", config_.segment_bytes, config_.strict_sync),
       pins_(config_.pins_max),
-      chances_(std::clamp<uint64_t>(config_.capacity_bytes / RECORD_ALIGN, 4096, CHANCES_MAX)) {
+      chances_(std::clamp<uint64_t>(config_.capacity_bytes / RECORD_ALIGN, 4096, CHANCES_MAX)),
+      asked_(ASKED_MAX) {
   for (uint32_t c = 0; c < CLASSES_MAX; c++) retention_[c] = config_.retention_seconds[c];
   const uint64_t ghost_bytes_max = std::max<uint64_t>(1 << 20, config_.capacity_bytes ? config_.capacity_bytes / 2000 : 256ull << 20);
   ghosts_ = std::make_unique<Ghosts>(config_.dir + "/ghosts", ghost_bytes_max);

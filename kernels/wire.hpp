@@ -18,7 +18,7 @@ inline constexpr uint32_t READ_BODY_MAX = 1u << 20;       // a READ request's bo
 inline constexpr uint32_t KEYS_MAX = 8192;                // keys of one discover, items of one promise / withdraw
 inline constexpr uint32_t READ_EXTENTS_MAX = 4096, READ_ITEMS_MAX = 65536;
 
-enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, READ = 16, WRITE = 17 };
+enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, ADMIT = 6, READ = 16, WRITE = 17 };
 enum class Kind : uint8_t { REQUEST = 0, REPLY = 1, ITEM = 2 };   // ITEM: one of several answers to a READ
 enum class Role : uint8_t { SMALL = 0, BULK = 1 };
 
@@ -97,6 +97,10 @@ struct WhyGhost {              // a writing that began with this key and is gone
 static_assert(sizeof(WhyRequest) == 24);
 static_assert(sizeof(WhyReply) == 8);
 static_assert(sizeof(WhyGhost) == 80);
+
+// ADMIT request body: AdmitRequest | count x 32-byte extent keys. Reply body: count x u32 Vote. Each key counts as asked for from now on.
+struct AdmitRequest { uint8_t owner[OWNER_BYTES]; uint32_t count, bucket; };
+static_assert(sizeof(AdmitRequest) == 24);
 
 // READ request body (BULK): ReadRequest | extents x ReadExtent | items x ReadItem.
 // Answer: one ITEM per item, in the order asked. Body of an OK item, c blocks: u64 sums[c] | Digest digests[c] | c pieces of shard_bytes(plane).

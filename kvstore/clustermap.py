@@ -30,7 +30,7 @@ from typing import Final
 
 from kvstore.errors import ConfigError
 from kvstore.tomlfile import Table, TomlFile
-from kvstore.units import parse_seconds
+from kvstore.units import parse_bytes, parse_seconds
 
 K_MAX: Final = 32
 M_MAX: Final = 4
@@ -53,6 +53,7 @@ class RetentionClass:
     share: float = 1.0  # of a node's capacity; past it this class loses its own oldest first, and only when room is needed
 
 
+ADMISSIONS: Final = ("all", "second-touch")  # what is written at all (kvstore/client/admission.py)
 POLICIES: Final = ("lru", "s3fifo", "sieve")  # what goes when room is needed (kvstore/gc/replacement.py)
 
 
@@ -61,6 +62,13 @@ class Rules:
     """What all nodes and clients have to do alike, lest some of an extent's shards be kept and others not."""
 
     policy: str = "lru"
+    admit: str = "all"
+    write_budget_bytes: int = 0  # of one node in a day; 0: none
+
+    @property
+    def asks_first(self) -> bool:
+        """A writer asks the nodes before it writes."""
+        return self.admit != "all" or self.write_budget_bytes > 0
 
 
 NO_RULES: Final = Rules()
@@ -193,6 +201,8 @@ class ClusterMap:
         """Text that parse reads back to an equal map."""
         lines = [f"cluster = {_quote(self.cluster_id)}", f"k = {self.k}", f"m = {self.m}", f"bucket_seconds = {self.bucket_seconds}"]
         lines += [f"policy = {_quote(self.rules.policy)}"] if self.rules.policy != "lru" else []
+        lines += [f"admit = {_quote(self.rules.admit)}"] if self.rules.admit != "all" else []
+        lines += [f"write_budget = {self.rules.write_budget_bytes}"] if self.rules.write_budget_bytes else []
         for c in sorted(self.classes.values(), key=lambda c: c.id):
             lines += ["", f"[classes.{c.name}]", f"id = {c.id}", f"keep = {c.keep_seconds!r}"]
             default = next((known.share for known in DEFAULT_CLASSES if known.name == c.name), 1.0)
@@ -233,6 +243,8 @@ def _read(file: TomlFile) -> ClusterMap:
     epochs = _read_epochs(top.tables("epoch"), {node.id: node for node in nodes}, k + m, file)
     rules = Rules(
         top.text("policy", "lru", pattern="|".join(POLICIES), form=", ".join(POLICIES)),
+        top.text("admit", "all", pattern="|".join(ADMISSIONS), form=", ".join(ADMISSIONS)),
+        top.parsed("write_budget", parse_bytes, 0),
     )
     top.done()
     return ClusterMap(cluster_id, k, m, nodes, epochs, bucket_seconds, classes, rules)

@@ -10,7 +10,9 @@ Unknown keys and bad values are errors, never silently a default. Data, state an
     nodes       KVSTORE_NODES       --nodes      1 to 128        12       (up, demo)
     capacity    KVSTORE_CAPACITY    --capacity   size            4GB      (up: of each node)
     io          KVSTORE_IO          --io         auto/buffered/direct  auto
-    policy      KVSTORE_POLICY      --policy     lru/s3fifo/sieve  lru    (up: what goes when room is needed)
+    policy      KVSTORE_POLICY      --policy     lru/s3fifo/sieve  lru    (up, replay: what goes when room is needed)
+    admit       KVSTORE_ADMIT       --admit      all/second-touch  all    (up, replay: what is written at all)
+    write_budget  KVSTORE_WRITE_BUDGET  --write-budget  size  none     (up, replay: bytes of one node in a day)
     port        KVSTORE_PORT        --port       0 to 65000      7400     (up: the first of its ports)
     class       KVSTORE_CLASS       --class      name            chat     (put: retention class)
     [owners.*]                      --owner      tables          none     (node, up: floors and caps, kvstore/owners.py)
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.clustermap import POLICIES
+from kvstore.clustermap import ADMISSIONS, POLICIES
 from kvstore.errors import ConfigError
 from kvstore.owners import Owner, owner_of_table
 from kvstore.tomlfile import TomlFile
@@ -89,6 +91,8 @@ _SETTINGS: Final[dict[str, tuple[Callable[[Any], Any], Any]]] = {
     "capacity": (parse_bytes, 4_000_000_000),
     "io": (_one_of("auto", "buffered", "direct"), "auto"),
     "policy": (_one_of(*POLICIES), "lru"),
+    "admit": (_one_of(*ADMISSIONS), "all"),
+    "write_budget": (parse_bytes, 0),
     "port": (_integer(0, 65_000), 7400),
     "class": (_name, "chat"),
 }

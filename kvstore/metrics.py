@@ -34,7 +34,7 @@ MISS_REASONS: Final = ("unknown", "expired", "evicted", "lost_shards", "fidelity
 REUSE_AGE_NAMES: Final = ("1m", "5m", "1h", "6h", "12h", "1d", "2d", "3d", "5d", "7d", "14d", "more")
 REUSE_AGE_BOUNDS_SECONDS: Final = tuple(h * HOUR for h in (1 / 60, 1 / 12, 1, 6, 12, 24, 48, 72, 120, 168, 336))
 
-OPS: Final = ("hello", "discover", "promise", "withdraw", "why", "read", "write")
+OPS: Final = ("hello", "discover", "promise", "withdraw", "why", "admit", "read", "write")
 CLASSES: Final = ("none", "batch", "chat", "agent", "other")
 RESULTS: Final = ("ok", "not_found", "busy", "no_space", "stale_map", "draining", "refused", "corrupt", "error")
 GONE_REASONS: Final = ("lru", "share", "quota", "expired")  # room for others; a class's share, an owner's cap passed; its time over
@@ -140,6 +140,8 @@ NODE: Final = (
     ),
     Metric("kvstore_eviction_age_seconds", "histogram", "Seconds from the last use of what was evicted.", _CLASS, AGE_BOUNDS_SECONDS),
     Metric("kvstore_class_share_bytes", "gauge", "Bytes past which a class loses its own oldest first, when room is needed.", _CLASS),
+    Metric("kvstore_admission_votes_total", "counter", "Votes on extents to be written.", {"vote": ("yes", "unseen", "budget")}),
+    Metric("kvstore_write_budget_bytes", "gauge", "Bytes a day past which this node votes against writes; 0: no budget."),
     Metric("kvstore_owner_used_bytes", "gauge", "Bytes of records of an owner.", {"owner": OWNERS}),
     Metric("kvstore_class_used_bytes", "gauge", "Bytes of records of a class.", _CLASS),
     Metric("kvstore_owner_floor_bytes", "gauge", "Bytes below which an owner loses nothing to others.", {"owner": OWNERS}),
@@ -181,12 +183,17 @@ CLIENT: Final = (
     Metric("kvstore_short_hit_tokens_total", "counter", "Tokens promised and then not delivered."),
     Metric("kvstore_save_duration_seconds", "histogram", "Seconds from the handing over of an extent to its last needed acknowledgement."),
     Metric("kvstore_save_bytes_total", "counter", "Block bytes stored."),
-    Metric("kvstore_save_extents_total", "counter", "Extents whose store ended, by how.", {"result": ("whole", "degraded", "withdrawn")}),
+    Metric(
+        "kvstore_save_extents_total",
+        "counter",
+        "Extents whose store ended, by how.",
+        {"result": ("whole", "degraded", "withdrawn", "declined")},
+    ),
     Metric(
         "kvstore_save_dropped_bytes_total",
         "counter",
         "Block bytes given up unstored.",
-        {"reason": ("full", "busy", "error")},
+        {"reason": ("full", "busy", "error", "declined")},
     ),
     Metric("kvstore_shards_asked_total", "counter", "Shards (of an extent) asked of nodes.", {"kind": ("data", "parity")}),
     Metric("kvstore_late_requests_total", "counter", "Twelfth shards asked for, by why.", {"reason": ("late", "error")}),
@@ -349,6 +356,7 @@ class NodeFacts:
     starts: int = 0  # of any daemon on this data directory
     firing: Mapping[str, str] = field(default_factory=dict)  # code -> severity
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
+    write_budget_bytes: int = 0
     class_shares: Mapping[str, float] = field(default_factory=dict)
     class_names: Mapping[int, str] = field(default_factory=dict)
     owners: Sequence[Owner] = ()
@@ -392,6 +400,7 @@ def node_registry(
         for name, seconds in facts.retention_seconds.items():
             if name in CLASSES:
                 values.set("kvstore_retention_contract_seconds", seconds, name)
+        values.set("kvstore_write_budget_bytes", facts.write_budget_bytes)
         for name, share in facts.class_shares.items():
             if name in CLASSES:
                 values.set("kvstore_class_share_bytes", share * facts.capacity_bytes, name)
@@ -457,6 +466,8 @@ def read_store(stats: Mapping[str, Any], values: Values) -> None:
     values.set("kvstore_disk_written_bytes_total", stats["put_bytes_total"])
     values.set("kvstore_disk_punched_bytes_total", stats["punched_bytes_total"])
     values.set("kvstore_disk_errors_total", stats["io_errors_total"], "io")
+    for vote in ("yes", "unseen", "budget"):
+        values.set("kvstore_admission_votes_total", stats[f"votes_{vote}_total"], vote)
     values.set("kvstore_disk_errors_total", stats["corrupt_reported_total"] + stats["corrupt_found_total"], "checksum")
     values.set("kvstore_disk_errors_total", stats["index_faults_total"], "index")
     values.set("kvstore_index_starts_total", 1, stats["start_mode"])

@@ -7,6 +7,7 @@ Nothing here moves bulk bytes in production; the native client and server do. Ev
     DISCOVER DiscoverRequest | 32-byte keys               -> DiscoverReply | (Writing | earlier u32[] | pad to 8 | tags u64[])...
     PROMISE  PromiseRequest | WritingName...              -> PromiseAnswer...
     WITHDRAW WithdrawRequest | WritingName...             -> u32 status...
+    ADMIT    AdmitRequest | 32-byte keys                  -> u32 vote...
     WHY      WhyRequest | 32-byte keys                    -> WhyReply | WhyGhost...
     READ     ReadRequest | ReadExtent... | ReadItem...    -> one ITEM frame per item: sums u64[] | digests 16 B[] | pieces
     WRITE    a record (kvstore/record.py)                 -> a bare reply
@@ -73,6 +74,7 @@ class Verb(IntEnum):
     PROMISE = 3
     WITHDRAW = 4
     WHY = 5
+    ADMIT = 6
     READ = 16
     WRITE = 17
 
@@ -85,6 +87,14 @@ class Gone(IntEnum):
     EVICTED = 2
     WITHDRAWN = 3
     CORRUPT = 4
+
+
+class Vote(IntEnum):
+    """A node's answer to ADMIT for one key (kernels/store.hpp)."""
+
+    YES = 0
+    UNSEEN = 1  # not asked for before
+    BUDGET = 2  # its write budget is used up
 
 
 class Kind(IntEnum):
@@ -108,6 +118,7 @@ _WRITING_NAME = struct.Struct("<32sQ")
 _PROMISE_ANSWER = struct.Struct("<IIQ")
 _WITHDRAW_REQUEST = struct.Struct("<16sII")
 _WHY_REQUEST = struct.Struct("<16sII")
+_ADMIT_REQUEST = struct.Struct("<16sII")
 _WHY_REPLY = struct.Struct("<II")
 _WHY_GHOST = struct.Struct("<IIHBBI64s")
 _READ_REQUEST = struct.Struct("<16sQII")
@@ -259,6 +270,7 @@ def encode_discover_reply(found: Sequence[Writing], busy: bool = False) -> bytes
     return b"".join(parts)
 
 
+_VOTES: Final = frozenset(Vote)  # a number of a newer node is no reason not to write
 Name = tuple[bytes, int]  # extent key, write id
 
 
@@ -299,6 +311,16 @@ class Ghost:
     retention_class: int
     last_bucket: int
     tags: bytes
+
+
+def encode_admit(keys: Sequence[bytes], *, owner: bytes = NO_OWNER, bucket: int = 0) -> bytes:
+    return _ADMIT_REQUEST.pack(owner, len(keys), bucket) + b"".join(keys)
+
+
+def decode_admit_reply(body: bytes) -> list[Vote]:
+    """One vote per key."""
+    _need(len(body) % 4 == 0, "ADMIT")
+    return [Vote(vote) if vote in _VOTES else Vote.YES for (vote,) in struct.iter_unpack("<I", body)]
 
 
 def encode_why(keys: Sequence[bytes], *, owner: bytes = NO_OWNER) -> bytes:

@@ -21,7 +21,7 @@ from kvstore import record, wire
 from kvstore.wire import Role, Status, Verb
 
 EDGES = (0, 1, 7, 31, 32, 47, 48, 255, 4096, 65535, 1 << 20, (1 << 20) + 1, 80 << 20, (80 << 20) + 1, 2**31 - 1, 2**31, 2**32 - 1)
-SMALL_VERBS, BULK_VERBS = (Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW, Verb.WHY), (Verb.READ, Verb.WRITE)
+SMALL_VERBS, BULK_VERBS = (Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW, Verb.WHY, Verb.ADMIT), (Verb.READ, Verb.WRITE)
 KNOWN = make_record(7, blocks=3)
 KNOWN_BYTES = record.build(KNOWN)
 
@@ -41,6 +41,8 @@ class Frames:
         if verb == Verb.DISCOVER:
             keys = [self.key() for _ in range(dice.randrange(4))]
             return wire.encode_discover([*keys, KNOWN.extent_key] if dice.random() < 0.3 else keys, epoch=dice.choice((0, 1, 2**64 - 1)))
+        if verb == Verb.ADMIT:
+            return wire.encode_admit([self.key() for _ in range(dice.choice((0, 1, 3, 8193)))], bucket=dice.randrange(2**32))
         if verb == Verb.WHY:
             return wire.encode_why([self.key() for _ in range(dice.choice((0, 1, 3, 512, 513)))])
         names = [(self.key(), dice.getrandbits(64)) for _ in range(dice.randrange(4))]

@@ -62,7 +62,9 @@ Without --map, a local cluster is started for the replay and removed after it. d
     add("--namespace", default="replay", metavar="NAME", help="another name starts afresh on a cluster that was replayed to before")
     add("--bucket-seconds", type=int, default=1, metavar="N", help="length of a time bucket of the local cluster (default 1)")
     add("--policy", metavar="NAME", help="of the local cluster: lru, s3fifo or sieve (default lru)")
-    parser.set_defaults(settings_flags=("policy",))
+    add("--admit", metavar="RULE", help="of the local cluster: all or second-touch (default all)")
+    add("--write-budget", metavar="SIZE", help="of the local cluster: bytes a day and node, of the trace's time (default none)")
+    parser.set_defaults(settings_flags=("policy", "admit", "write_budget"))
     add("--log", type=Path, metavar="FILE", help="write what each request met, one Parquet row a request")
     add("--access-log", type=Path, metavar="DIR", help="write the client's access log: for kvstore report and plan (docs/ACCESS_LOG.md)")
     add(
@@ -160,7 +162,7 @@ def _cluster(
         bucket_seconds=args.bucket_seconds,
         virtual_clock=virtual,
         nodes=args.settings["nodes"],
-        rules=Rules(args.settings["policy"]),
+        rules=Rules(*(args.settings[name] for name in ("policy", "admit", "write_budget"))),
     )
     need = min(local.capacity_bytes, int(shape.record_bytes * 12 / local.nodes_count) + 1) * local.nodes_count
     free = shutil.disk_usage(directory if directory.exists() else directory.parent).free

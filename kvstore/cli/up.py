@@ -49,9 +49,11 @@ It listens on 127.0.0.1 only, with no passwords: it is for one machine.
     parser.add_argument("--port", metavar="N", help=f"first of {PORTS_PER_NODE} ports a node (default 7400; 0: any free ones)")
     parser.add_argument("--io", metavar="ENGINE", help="auto, buffered or direct (default auto)")
     parser.add_argument("--policy", metavar="NAME", help="what goes when room is needed: lru, s3fifo or sieve (default lru)")
+    parser.add_argument("--admit", metavar="RULE", help="what is written: all, or what was asked for before: second-touch (default all)")
+    parser.add_argument("--write-budget", metavar="SIZE", help="bytes a day and node; past it, writes as with second-touch, then none")
     parser.add_argument("--fresh", action="store_true", help="erase what the directory holds first")
     parser.add_argument("--no-self-test", action="store_true", help="be ready without trying")
-    parser.set_defaults(settings_flags=("nodes", "capacity", "port", "io", "policy"))
+    parser.set_defaults(settings_flags=("nodes", "capacity", "port", "io", "policy", "admit", "write_budget"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,7 +101,7 @@ def _cluster(args: argparse.Namespace, directory: Path) -> LocalCluster:
         io=settings["io"],
         k=K,
         m=M,
-        rules=Rules(settings["policy"]),
+        rules=Rules(settings["policy"], settings["admit"], settings["write_budget"]),
         base_port=settings["port"],
         extra_arguments=[word for owner in settings.owners for word in ("--owner", owner.argument)],
         fresh=args.fresh,

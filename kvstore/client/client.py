@@ -16,6 +16,7 @@ from kvstore import tcp
 from kvstore.client import store as stores
 from kvstore.client.access_log import AccessLog
 from kvstore.client.accounts import Account, Accounts
+from kvstore.client.admission import Admission, Candidate
 from kvstore.client.buffers import as_rows
 from kvstore.client.clock import Clock
 from kvstore.client.config import ClientConfig
@@ -80,12 +81,13 @@ class Client:
             store_deadline_seconds=config.store_deadline_seconds, congestion_control=tcp.for_kernel(config.congestion_control),
         )  # fmt: skip
         self._stores = Stores(self._core)
+        self._admission = Admission(self._core, self._stores, owner, self._counters, config.queue_bytes_max)
         self.access_log = AccessLog(
             config.access_log, tenant=self.tenant, model=config.model_name, block_tokens=config.block_tokens,
             sample=config.access_log_sample, bytes_max=config.access_log_bytes_max, file_seconds=config.access_log_file_seconds,
         ) if config.access_log else None  # fmt: skip
         self._accounts = Accounts(self._core, self._placements, owner, cluster_map.bucket_seconds, self._counters, self.access_log)
-        self._finalizer = weakref.finalize(self, _close, self._core, self._stores, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self._core, self._stores, self._admission, os.getpid())
 
     # --- lookup ---
 
@@ -363,14 +365,25 @@ class Client:
             "fidelity": int(fidelity.kind),
         }
 
-        def submit() -> int:
+        def submit(extents: int) -> int:
+            blocks_count = sum(span.count for span in spans[:extents])
             return self._core.store(
-                self.owner, self.map.epoch, stores.write_ids(len(spans)), stores.spans_of([(s.start, s.count) for s in spans], groups),
-                np.ascontiguousarray(nodes, np.int32), self._plane_table, own_keys, rows, np.array(earlier, np.uint32), fields,
+                self.owner, self.map.epoch, stores.write_ids(extents),
+                stores.spans_of([(s.start, s.count) for s in spans[:extents]], groups[:extents]),
+                np.ascontiguousarray(nodes[:extents], np.int32), self._plane_table, own_keys[:blocks_count], rows[:blocks_count],
+                np.array(earlier, np.uint32), fields,
             )  # fmt: skip
 
         began = time.monotonic()
-        future = self._stores.add(submit, (blocks, rows), [span.count for span in spans], self.layout.block_bytes)
+        counts = tuple(span.count for span in spans)
+        if self.map.rules.asks_first and spans:
+            future = stores.new_future()
+            first_keys = keys[starts].copy()
+            self._admission.add(
+                Candidate(first_keys, nodes, fields["bucket"], submit, (blocks, rows), counts, self.layout.block_bytes, future)
+            )
+        else:
+            future = self._stores.add(lambda: submit(len(spans)), (blocks, rows), counts, self.layout.block_bytes)
         future.add_done_callback(lambda _: self._counters.stored(time.monotonic() - began))
         if spans:
             self._remember(keys, spans[-1].stop, [*earlier, *starts])
@@ -394,6 +407,7 @@ class Client:
         """Waits a while for stores on their way, ends loads, closes connections. A second call does nothing."""
         if self._finalizer.alive:
             self._stores.flush(self.config.close_seconds)
+            self._admission.end()
             self._accounts.close(min(self.config.close_seconds, ACCOUNTS_CLOSE_SECONDS))
             self._finalizer()
 
@@ -434,8 +448,9 @@ class Client:
         return found.id
 
 
-def _close(core: _native.ClientCore, open_stores: Stores, pid: int) -> None:
+def _close(core: _native.ClientCore, open_stores: Stores, admission: Admission, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child has none of the threads
+    admission.end()
     core.close()
     open_stores.end()

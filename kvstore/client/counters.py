@@ -23,6 +23,7 @@ class Counters:
         self.reuse_ages: dict[str, tuple[list[int], float]] = {}  # class: tokens by needed age, and the sum of those ages
         self.unexplained_lookups = 0
         self.short_hit_tokens = 0
+        self.declined_extents = self.declined_bytes = self.unasked_bytes = 0
         self.loads = 0
         self.loading = 0
         self.load_bytes = 0
@@ -74,6 +75,17 @@ class Counters:
         with self._lock:
             self.store_seconds.observe(seconds)
 
+    def declined(self, extents: int, block_bytes: int) -> None:
+        """The nodes voted against writing them."""
+        with self._lock:
+            self.declined_extents += extents
+            self.declined_bytes += block_bytes
+
+    def unasked(self, block_bytes: int) -> None:
+        """Dropped while they waited for votes."""
+        with self._lock:
+            self.unasked_bytes += block_bytes
+
     def flat(self) -> dict[str, int | float]:
         with self._lock:
             return {
@@ -90,6 +102,9 @@ class Counters:
                 "loads_short": self.fallbacks.total(),
                 "load_bytes": self.load_bytes,
                 "load_seconds_sum": self.load_seconds.total,
+                "extents_declined": self.declined_extents,
+                "bytes_declined": self.declined_bytes,
+                "bytes_unasked": self.unasked_bytes,
                 "stores": int(sum(self.store_seconds.counts)),
                 "store_seconds_sum": self.store_seconds.total,
             }

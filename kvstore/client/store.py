@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -46,7 +45,7 @@ class _Open:
     buffer: Any  # keeps the caller's memory alive
     block_counts: tuple[int, ...]
     block_bytes: int
-    started: float
+    declined: int
 
 
 class Stores:
@@ -59,14 +58,29 @@ class Stores:
         self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._over = False
+        self._expected = 0
 
-    def add(self, submit: Any, buffer: Any, block_counts: Sequence[int], block_bytes: int) -> StoreFuture:
-        """`submit()` hands the store to the native side and returns its number."""
-        future = StoreFuture()
-        future.set_running_or_notify_cancel()
+    def expect(self, change: int) -> None:
+        """So many more stores, or fewer, are on their way to add(): flush() waits for them, too."""
+        with self._changed:
+            self._expected += change
+            self._changed.notify_all()
+
+    def add(
+        self,
+        submit: Any,
+        buffer: Any,
+        block_counts: Sequence[int],
+        block_bytes: int,
+        *,
+        future: StoreFuture | None = None,
+        declined: int = 0,
+    ) -> StoreFuture:
+        """`submit()` hands the store to the native side and returns its number. `declined`: extents that were left out of it."""
+        future = future or new_future()
         with self._lock:  # so that the teller finds it, however fast it is done
             number = submit()
-            self._open[number] = _Open(future, buffer, tuple(block_counts), block_bytes, time.monotonic())
+            self._open[number] = _Open(future, buffer, tuple(block_counts), block_bytes, declined)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._tell, name="kvstore-stores", daemon=True)
                 self._thread.start()
@@ -75,11 +89,11 @@ class Stores:
     def flush(self, deadline_seconds: float) -> bool:
         """Waits until no store is open. False when the time passed first."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, deadline_seconds)
+            return self._changed.wait_for(lambda: not self._open and not self._expected, deadline_seconds)
 
     def open_count(self) -> int:
         with self._lock:
-            return len(self._open)
+            return len(self._open) + self._expected
 
     def end(self) -> None:
         """After the core has closed: all futures are done when this returns."""
@@ -116,7 +130,20 @@ def _result(one: _Open, outcomes: bytes, acks: bytes) -> StoreResult:
         extents_failed=counts[FAILED],
         extents_dropped=counts[DROPPED],
         acks=tuple(acks),
+        extents_declined=one.declined,
     )
+
+
+def new_future() -> StoreFuture:
+    future = StoreFuture()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def not_sent(outcome: StoreOutcome, extents: int) -> StoreResult:
+    """Of a store that never reached the native side."""
+    dropped, declined = (extents, 0) if outcome is StoreOutcome.DROPPED else (0, extents)
+    return StoreResult(outcome, 0, 0, 0, 0, 0, dropped, (), declined)
 
 
 def write_ids(count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

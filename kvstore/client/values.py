@@ -104,6 +104,7 @@ class StoreOutcome(Enum):
     STORED = "stored"
     DEGRADED = "degraded"  # readable, with fewer than k+1 acknowledgements
     DROPPED = "dropped"  # the queue was full: some extents were never sent
+    DECLINED = "declined"  # the nodes voted against it (kvstore/client/admission.py): nothing was sent
     FAILED = "failed"  # some extents had fewer than k acknowledgements and were withdrawn
 
 
@@ -116,4 +117,5 @@ class StoreResult:
     extents_degraded: int
     extents_failed: int
     extents_dropped: int
-    acks: tuple[int, ...]  # by extent
+    acks: tuple[int, ...]  # by extent that was to be sent
+    extents_declined: int = 0  # of the end of the run; `outcome` is of those before

@@ -253,6 +253,12 @@ class Store:
     def set_second_chance(self, on: bool) -> None:
         """Whether what was evicted unused is remembered, and of the reused from the start when it is written again."""
 
+    def set_admission(self, second_touch: bool, budget_bytes_per_day: int) -> None:
+        """What admit() votes by; 0: no budget."""
+
+    def admit(self, owner: bytes, keys: _U8, bucket: int) -> list[int]:
+        """For each extent key: 0 yes, 1 not asked for before, 2 over the budget. Marks them as asked for."""
+
     def set_retentions(self, seconds: list[int]) -> None:
         """How long each of the 16 classes is kept: a touch moves an extent to the longest-lived."""
 

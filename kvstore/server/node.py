@@ -140,6 +140,7 @@ class Node:
         self._facts.capacity_bytes = self.capacity_bytes
         self._facts.epoch = self.map.epoch
         self._facts.retention_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
+        self._facts.write_budget_bytes = self.map.rules.write_budget_bytes
         self._facts.class_shares = {c.name: c.share for c in self.map.classes.values()}
         self._facts.started_unix_seconds = time.time()
         self._facts.class_names = {c.id: c.name for c in self.map.classes.values()}
@@ -188,6 +189,7 @@ class Node:
         self.log.info(f"index {self.index_start}, {stats['entries']} extents{loaded}")
         if stats["filter_start"] and not loaded:
             self.log.warn(f"saved filter ignored: {stats['filter_start']}; the start scan builds another")
+        self.store.set_admission(self.map.rules.admit == "second-touch", self.map.rules.write_budget_bytes)
         self._evictions.contract_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
         self.evictor = Evictor(self.store, policy, self._evictions.evicted)
         self.evictor.start()
