@@ -13,8 +13,9 @@ from report_tools import Here, row, write
 from kvstore.client import Client, ClientConfig
 from kvstore.client.metrics import serve_metrics
 from kvstore.http import HttpServer, Page, Request
+from kvstore.plan.prices import Prices
 from kvstore.report.present import cluster_facts
-from kvstore.report.value import Prices, value_of
+from kvstore.report.value import value_of
 from kvstore.server.local import LocalCluster, free_ports
 
 ENGINE = """\
@@ -144,28 +145,32 @@ def test_clients_and_engines_that_do_not_answer_are_named_and_left_out(cli: Here
     cli.run("report", "--log", "log", "--engine", "nowhere").refused(2, "E140", "nowhere")
 
 
-def test_values_come_from_given_prices_alone_and_stand_apart(cli: Here, tmp_path: Path) -> None:
+def test_values_come_from_given_prices_alone_and_stand_apart(cli: Here, cluster: LocalCluster, tmp_path: Path) -> None:
     data = cli.run("report", "--log", "log", "--json").json["data"]
-    assert data["assumed"] | {"currency": None} == dict.fromkeys(data["assumed"])
-    assert {value for name, value in data["computed"].items() if name != "currency"} == {None}
-    (tmp_path / "prices.toml").write_text('currency = "EUR"\ngpu_hour = 3.0\ntb_month = 6\nraw_tb = 100\ncached_million_tokens = 0.5\n')
-    ran = cli.run("report", "--log", "log", "--prices", "prices.toml", "--prefill-rate", "1000")
-    assert "benefit   7.2 M prompt tokens not recomputed = 2.0 GPU-hours at 1,000 tokens/s (your figure)" in ran.stdout
-    assert "money     worth 6.00 EUR, cost 19.71 EUR, net -13.71 EUR (your prices; kvstore knows none)" in ran.stdout
-    assert "sold      the hits at the cached price 3.60 EUR (your prices)" in ran.stdout
+    assert set(data["assumed"].values()) == set(data["computed"].values()) == {None}
+    (tmp_path / "prices.toml").write_text("gpu_hour = 3.0\ntb_month = 6\n")
+    priced = ("--prices", "prices.toml", "--prefill-rate", "1000", "--price", "cached_million_tokens=0.5")
+    ran = cli.run("report", "--log", "log", *priced)
+    assert "benefit    7.2 M prompt tokens not recomputed = 2.0 GPU-hours at 1,000 tokens/s (your figure)" in ran.stdout
+    assert "money      worth 6.00 (your prices; kvstore knows none)" in ran.stdout  # no cluster: no space, no cost
+    assert "hits sold  as cached 3.60 (your prices)" in ran.stdout
+    data = cli.run("report", "--log", "log", "--map", cluster.map_path, *priced, "--json").json["data"]
+    capacity_tb = data["measured"]["cluster"]["space"]["capacity_bytes"] / 1e12
+    assert data["computed"]["cost"] == pytest.approx(capacity_tb * 6 / 30)  # of the day that the log spans
+    assert data["computed"]["net"] == pytest.approx(6 - capacity_tb * 6 / 30)
     (tmp_path / "prices.toml").write_text("gpu_hour = 3.0\ngpu_hours = 4\n")
     cli.run("report", "--log", "log", "--prices", "prices.toml").refused(2, "E101", "prices.toml:2", "gpu_hour")
-    (tmp_path / "prices.toml").write_text("gpu_hour = -3.0\n")
-    cli.run("report", "--log", "log", "--prices", "prices.toml").refused(2, "E131", "prices.toml:1")
     cli.run("report", "--log", "log", "--prefill-rate", "fast").refused(2, "E131", "fast")
 
 
 def test_a_value_is_null_where_a_part_of_it_is_not_known() -> None:
     prices = Prices(prefill_tokens_per_second=1000, gpu_hour=2, tb_month=6)
-    assert value_of(prices, 3_600_000, None, 10**12)["worth"] == 2
-    assert value_of(prices, 3_600_000, None, 10**12)["cost"] is None
-    assert value_of(prices, None, 86400, None)["net"] is None
-    assert value_of(Prices(), 5, 86400, 10**12)["worth"] is None
+    assert value_of(prices, 3_600_000, None, 10**12, 12)["worth"] == 2
+    assert value_of(prices, 3_600_000, None, 10**12, 12)["cost"] is None
+    assert value_of(prices, None, 86400, None, None)["net"] is None
+    assert value_of(Prices(node_month=30, tb_month=60), None, 86400, 10**12, 12)["cost"] == 14
+    assert value_of(Prices(node_month=30, tb_month=60), None, 86400, None, 12)["cost"] is None
+    assert set(value_of(Prices(), 5, 86400, 10**12, 12).values()) == {None}
 
 
 def test_a_datasheet_answers_a_buyer_and_invents_no_first_token(cli: Here, cluster: LocalCluster) -> None:

@@ -8,7 +8,7 @@ import datetime
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from kvstore.cli.cluster import find_map
 from kvstore.cli.output import Output
 from kvstore.errors import ConfigError, UsageError
 from kvstore.live.scrape import client_url
+from kvstore.plan.prices import read_prices
 from kvstore.plots import render, svg
 from kvstore.report.charts import charts
 from kvstore.report.database import MEMORY_BYTES, Answer, Database, Period, opened
@@ -25,7 +26,7 @@ from kvstore.report.files import find_logs
 from kvstore.report.page import Page, count, log_page, printable
 from kvstore.report.present import clients_facts, clients_now, cluster_facts, cluster_now, engine_url, engines_now
 from kvstore.report.show import FORMATS, as_html, as_markdown, as_text
-from kvstore.report.value import Prices, rate_of, value_facts, value_of
+from kvstore.report.value import value_facts, value_of
 from kvstore.units import parse_bytes, parse_seconds
 
 SQL_ROWS_SHOWN: Final = 10_000
@@ -43,7 +44,7 @@ examples:
   kvstore report --log DIR --since 7d --by class,day --by tenant
   kvstore report --log DIR --format html -o report.html
   kvstore report --log DIR --sql "select tenant, sum(hit_tokens) / sum(input_tokens) from access group by 1"
-  kvstore report --log DIR --client http://gpu-12:9100 --prices prices.toml
+  kvstore report --log DIR --client http://gpu-12:9100 --prefill-rate 8000 --price gpu_hour=2.50
   kvstore report --datasheet --log DIR --engine http://gpu-12:8000 --format html -o datasheet.html
   kvstore report --log DIR --json | jq .data.measured.what_if
 """,
@@ -73,7 +74,8 @@ examples:
         help="metrics of vLLM or SGLang: time to first token (repeatable)",
     )
     add("--prefill-rate", metavar="N", help="tokens a second that one of your GPUs prefills: hits become GPU-hours")
-    add("--prices", metavar="FILE", type=Path, help="your prices (TOML, docs/REPORT.md): hits become money")
+    add("--prices", metavar="FILE", type=Path, help="your prices (TOML, as for kvstore plan): hits become money")
+    add("--price", metavar="NAME=VALUE", action="append", default=[], help="one price (repeatable)")
     add("--datasheet", action="store_true", help="one page for a buyer: where, how long, how fast, how exact, what may fail now")
     add("--plots", metavar="DIR", type=Path, help="write the plots there, as files")
     add("--plot-format", choices=("svg", "png"), default="svg", help="of --plots (default svg)")
@@ -91,9 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("E140", "--csv without --sql", fix="--json for programs, or add --sql")
     if args.sql and not args.log:
         raise UsageError("E140", "--sql without --log", "there is nothing to ask", "--log DIR: what ClientConfig.access_log names")
-    prices = Prices.load(args.prices) if args.prices else Prices()
-    if args.prefill_rate:
-        prices = replace(prices, prefill_tokens_per_second=rate_of(args.prefill_rate))
+    rate = [] if args.prefill_rate is None else [f"prefill_tokens_per_second={args.prefill_rate}"]
+    prices = read_prices(args.prices, [*args.price, *rate])
     urls = [client_url(text) for text in args.clients], [engine_url(text) for text in args.engines]
     if args.log:
         with opened(find_logs(args.log), period, memory) as database:
@@ -120,16 +121,21 @@ def run(args: argparse.Namespace) -> int:
         data: dict[str, Any] = {"datasheet": sheet}
     else:
         page = log_page(measured, title) if measured else Page(title)
-        computed = value_of(prices, *_hits(measured, clients), ((cluster or {}).get("space") or {}).get("capacity_bytes"))
+        computed = value_of(
+            prices,
+            *_hits(measured, clients),
+            ((cluster or {}).get("space") or {}).get("capacity_bytes"),
+            (cluster or {}).get("nodes_total"),
+        )
         page.facts += [
             *cluster_facts(cluster, why_not),
             *clients_facts(clients),
             *value_facts(computed, count(_hits(measured, clients)[0]), prices),
         ]
-        if prices.given:
+        if prices.any:
             page.doubts.append("benefit assumes no queueing, and that the engine's own GPU cache would not have had these tokens")
         data = {"measured": {**(measured or {}), "cluster": cluster, "clients": clients, "engines": engines}}
-        data |= {"assumed": prices.data(), "computed": computed, "doubts": page.doubts}
+        data |= {"assumed": asdict(prices), "computed": computed, "doubts": page.doubts}
     names = {"cluster": cluster["id"], "epoch": cluster["epoch"]} if cluster else {}
     out.result(data, **names)
     figures = charts(measured) if measured and not args.datasheet and (args.plots or args.form == "html") else {}
