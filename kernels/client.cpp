@@ -346,6 +346,12 @@ void bind_client(nanobind::module_& m) {
       .def("wait_all", [](Load& l, double s) { return l.job->wait_all(nanoseconds(s)); }, "timeout_seconds"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("rows_of_plane", [](Load& l, uint32_t plane) { return l.job->rows_of_plane(plane); }, "plane"_a)
       .def("rows", [](Load& l) { return l.job->rows(); })
+      .def("times", [](Load& l) {
+        const auto rows = l.job->times();
+        std::vector<int64_t> flat;
+        for (const auto& row : rows) flat.insert(flat.end(), row.begin(), row.end());
+        return array_of(std::move(flat));
+      })
       .def("end", [](Load& l) { l.job->end(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", [](Load& l) { l.job->cancel(); })
       .def("stats", [](Load& l) {

@@ -45,6 +45,7 @@ void LoadJob::decode(std::unique_lock<std::mutex>& lock, uint32_t e, uint32_t p)
   uint8_t* parity[M_MAX];
   std::copy(std::begin(work.parity), std::end(work.parity), parity);
   work.decoding = true;
+  work.decode_begun_ns = now_ns();
   inside_++;
   lock.unlock();
   const bool rebuilt = shared_->codec.rebuild_plane(plan_.extents[e].count, place(e, p), plan_.row_stride, plane.bytes, plane.shard_bytes, have,
@@ -52,6 +53,7 @@ void LoadJob::decode(std::unique_lock<std::mutex>& lock, uint32_t e, uint32_t p)
   if (rebuilt) hash_rebuilt(e, p, missing);
   lock.lock();
   work.decoding = false;
+  work.decode_ended_ns = now_ns();
   if (rebuilt) {
     work.good |= missing;
     work.decoded |= missing;
@@ -190,9 +192,10 @@ bool LoadJob::holds_from(uint32_t e, uint32_t p, uint64_t from) {
 void LoadJob::complete(uint32_t e, uint32_t p) {
   PlaneWork& work = work_[e]->planes[p];
   work.complete = true;
+  work.complete_ns = now_ns();
   work.revoked |= data_mask() & ~work.good;
   free_parity(work, e, p);
-  if (!work.decoded && work.ready_ns) shared_->delay.add(now_ns() - work.ready_ns);
+  if (!work.decoded && work.ready_ns) shared_->delay.add(work.complete_ns - work.ready_ns);
   std::lock_guard lock(mutex_);
   done_[size_t(e) * plane_count_ + p] = 1;
   const uint32_t cut = cut_.load();

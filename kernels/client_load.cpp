@@ -223,6 +223,7 @@ bool LoadJob::claim(const Stream::Item& item, bool from_start, std::vector<uint8
     to.stride = plan_.row_stride;
   }
   work.receiving |= bit(item.shard);
+  if (!work.begun_ns) work.begun_ns = now_ns();
   if (from_start) work.mixed |= work.begun & bit(item.shard);
   to.mixed = work.mixed & bit(item.shard);
   inside_++;
@@ -457,6 +458,15 @@ uint32_t LoadJob::rows() const {
   uint32_t least = plan_.rows;
   for (uint32_t p = 0; p < plane_count_; p++) least = std::min(least, rows_of_plane(p));
   return least;
+}
+
+std::vector<std::array<int64_t, 4>> LoadJob::times() const {
+  std::vector<std::array<int64_t, 4>> out;
+  for (const auto& w : work_) {
+    std::lock_guard lock(w->mutex);
+    for (const PlaneWork& p : w->planes) out.push_back({p.begun_ns, p.complete_ns, p.decode_begun_ns, p.decode_ended_ns});
+  }
+  return out;
 }
 
 void LoadJob::cancel() {

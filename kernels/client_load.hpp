@@ -9,6 +9,7 @@
 #pragma once
 #include <sys/uio.h>
 
+#include <array>
 #include <bit>
 #include <span>
 
@@ -156,6 +157,8 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   uint32_t rows_of_plane(uint32_t plane) const;   // leading rows of which this plane is complete
   uint32_t rows() const;                          // leading rows of which all planes are
   void end();                                     // idempotent; afterwards the destination is untouched
+  // Of each extent and plane: first bytes, all checked, decoding from, to; nanoseconds of CLOCK_MONOTONIC, 0: it did not happen.
+  std::vector<std::array<int64_t, 4>> times() const;
   bool over() const { return over_.load(std::memory_order_acquire); }
   void cancel();                                  // any thread: waiters return
 
@@ -173,6 +176,8 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
     bool complete = false, decoding = false, doubted = false;
     int64_t ready_ns = 0;      // all but m of the data shards are there or lost
     int64_t turned_ns = 0;     // when it last turned to another shard
+    int64_t begun_ns = 0, complete_ns = 0;              // its first bytes, and all of them checked
+    int64_t decode_begun_ns = 0, decode_ended_ns = 0;   // the last decoding of it
     uint8_t* parity[M_MAX] = {};
   };
   struct ExtentWork {

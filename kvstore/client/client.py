@@ -28,6 +28,7 @@ from kvstore.client.promises import Promises
 from kvstore.client.reasons import Limits
 from kvstore.client.store import StoreFuture, Stores
 from kvstore.client.ticket import EXTENT, Ticket
+from kvstore.client.tracing import Tracing
 from kvstore.client.values import Accept, Fidelity, LoadOutcome, LoadResult, PlaneReady
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import Closed, LayoutError, MisuseError
@@ -82,6 +83,7 @@ class Client:
         )  # fmt: skip
         self._stores = Stores(self._core)
         self._admission = Admission(self._core, self._stores, owner, self._counters, config.queue_bytes_max)
+        self._tracing = Tracing()
         self.access_log = AccessLog(
             config.access_log, tenant=self.tenant, model=config.model_name, block_tokens=config.block_tokens,
             sample=config.access_log_sample, bytes_max=config.access_log_bytes_max, file_seconds=config.access_log_file_seconds,
@@ -125,12 +127,17 @@ class Client:
             self._core, self._placements, self.config, self._promises, self._wanted, self.owner, accept, class_id,
             bucket, self.clock.monotonic(),
         )  # fmt: skip
-        try:
-            hit = lookup.run(keys, deadline)
-        except BaseException:
-            self._counters.lookup_failed()
-            raise
-        ticket = self._ticket(keys, hit, retention_class)
+        with self._tracing.operation("kvstore.lookup") as span:
+            try:
+                hit = lookup.run(keys, deadline)
+            except BaseException:
+                self._counters.lookup_failed()
+                raise
+            ticket = self._ticket(keys, hit, retention_class)
+            if span is not None:
+                self._tracing.parts(span, lookup.intervals)
+                found = {"input_tokens": limits.input_tokens, "hit_tokens": ticket.hit_tokens, "extents": len(hit.pieces)}
+                span.set_attributes({f"kvstore.{name}": value for name, value in found.items()})
         if hit.pieces:
             reach = hit.pieces[-1].end
             self._remember(keys, reach, [start for start in hit.starts if start < reach])
@@ -232,10 +239,10 @@ class Client:
         try:
             if began is not None:
                 began(load)
-            return self._counted(load.finish(), ticket, len(wanted))
+            return self._counted(load, ticket, len(wanted))
         except BaseException:
             load.cancel()
-            self._counted(load.finish(), ticket, len(wanted))
+            self._counted(load, ticket, len(wanted))
             raise
 
     def planes(
@@ -274,7 +281,7 @@ class Client:
                 began(load)
             yield from load.planes()
         finally:
-            self._counted(load.finish(), ticket, len(wanted))
+            self._counted(load, ticket, len(wanted))
 
     def begin_load(
         self,
@@ -297,7 +304,9 @@ class Client:
             raise MisuseError("E567", f"hedge {hedge!r}", "is not known", 'pass "lazy" or "eager"')
         rows = self._destination(destination, blocks)
         seconds = self.config.load_deadline_seconds if deadline_seconds is None else deadline_seconds
+        span = self._tracing.begin("kvstore.load")
         load = Load(self._core, self._placements, self._planes, ticket, blocks, rows, hedge, by_plane, seconds)
+        load.span = span
         self._counters.load_began()
         return load
 
@@ -316,7 +325,14 @@ class Client:
             self._counters.loaded(ticket.retention_class, outcome.value, 0, len(blocks) * ticket.block_tokens, 0, 0.0)
         return LoadResult(outcome, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
 
-    def _counted(self, result: LoadResult, ticket: Ticket, wanted: int) -> LoadResult:
+    def _counted(self, load: Load, ticket: Ticket, wanted: int) -> LoadResult:
+        result = load.finish()
+        if load.span is not None:
+            self._tracing.load(load.span, load.times(), load.counts)
+            told = {"outcome": result.outcome.value, "blocks": result.blocks, "bytes": result.bytes, "decoded": result.decoded}
+            load.span.set_attributes({f"kvstore.{name}": value for name, value in told.items()})
+            load.span.end()
+            load.span = None
         short = (wanted - result.blocks) * ticket.block_tokens if result.outcome is not LoadOutcome.CANCELLED else 0
         self._counters.loaded(
             ticket.retention_class, result.outcome.value, result.blocks * ticket.block_tokens, short, result.bytes, result.seconds

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from kvstore.client.native import I32, U8, U32, names_of
 from kvstore.client.ticket import Ticket
+from kvstore.client.tracing import I64s
 from kvstore.client.values import LoadOutcome, LoadResult, PlaneReady
 from kvstore.errors import MisuseError
 from kvstore.kernels import _native
@@ -35,6 +36,7 @@ class Load:
         by_plane: bool,
         deadline_seconds: float,
     ) -> None:
+        self.span: Any = None  # of a trace (kvstore/client/tracing.py); whoever began this ends it
         self._pid = os.getpid()
         self._started = time.monotonic()
         self._deadline = self._started + deadline_seconds
@@ -46,6 +48,7 @@ class Load:
         self._cancelled = False
         spans, which = _spans(ticket, blocks)
         extents = ticket.extents[which]
+        self.counts: list[int] = spans[:, 1].tolist()  # blocks of each extent
         extent_keys = np.ascontiguousarray(extents["extent_key"])
         self._native = core.load(
             ticket.owner,
@@ -88,6 +91,11 @@ class Load:
             if self._result is None and os.getpid() == self._pid:
                 self.cancel()
                 self._end(False)
+
+    def times(self) -> I64s:
+        """(extents, planes, 4): first bytes, all checked, decoding from, to; nanoseconds of CLOCK_MONOTONIC, 0: it did not happen."""
+        found: I64s = self._native.times().reshape(len(self.counts), self._planes, 4)
+        return found
 
     def cancel(self) -> None:
         """Any thread: the waiter returns with what is there."""

@@ -23,6 +23,7 @@ from kvstore.client.native import DOWN, FOUND, I32, PROMISE_PIN, PROMISE_TOUCH, 
 from kvstore.client.planner import Planner
 from kvstore.client.promises import Promises
 from kvstore.client.reasons import Gap, Miss
+from kvstore.client.tracing import Interval
 from kvstore.client.values import Accept
 from kvstore.client.walk import Candidate, Piece, cover
 from kvstore.kernels import _native
@@ -84,6 +85,7 @@ class Lookup:
         self._class_id = class_id
         self._bucket = bucket
         self._now = now
+        self.intervals: list[Interval] = []  # what it did when, for a trace
         self._refused: set[tuple[int, int]] = set()  # (start, write id) with too few shards
         self._late: set[tuple[int, int]] = set()  # of them, those whose nodes had no time to answer
         self._some_down = False  # when it began: such nodes were not asked
@@ -92,12 +94,14 @@ class Lookup:
 
     def run(self, keys: U8, deadline: float) -> Hit:
         """`deadline` on time.monotonic()."""
+        began = time.monotonic_ns()
         health = self._core.health()
         self._some_down = bool((health == DOWN).any())
         plan = Planner(self._placements, keys, health)
         call = self._core.discover(self._owner, self._newest, keys)
         call.ask(*plan.first(), True)
         complete = self._settle(call, plan, deadline)
+        self.intervals.append(("kvstore.discover", began, time.monotonic_ns()))
         checked = np.zeros(len(keys), bool)
         while True:
             found = self._usable(call)
@@ -108,7 +112,9 @@ class Lookup:
                 doubtful = self._doubtful(call, found, candidates, reach, checked)
                 if len(doubtful):
                     checked[doubtful] = True
+                    began = time.monotonic_ns()
                     complete &= self._check(call, plan, doubtful, deadline)
+                    self.intervals.append(("kvstore.discover", began, time.monotonic_ns()))
                     continue
             short = self._promise(keys, found, pieces, deadline)
             if not short:
@@ -234,7 +240,9 @@ class Lookup:
             self._owner, self._newest, self._bucket, PROMISE_PIN | PROMISE_TOUCH, self._class_id, self._config.promise_seconds,
             names_of(extent_keys, found["write_id"][rows]), nodes, self._wanted.k,
         )  # fmt: skip
+        began = time.monotonic_ns()
         self._await_promises(call, deadline)
+        self.intervals.append(("kvstore.promise", began, time.monotonic_ns()))
         masks, answered, last = call.masks().tolist(), call.answered().tolist(), call.last_buckets().tolist()
         short = []
         for (name, key, _), mask, done, before in zip(todo, masks, answered, last, strict=True):

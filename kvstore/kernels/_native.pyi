@@ -351,6 +351,9 @@ class ClientLoad:
     def cancel(self) -> None:
         """Waiters return; end() is still due."""
 
+    def times(self) -> npt.NDArray[np.int64]:
+        """Of each extent and plane: first bytes, all checked, decoding from, to; nanoseconds of CLOCK_MONOTONIC, 0: it did not happen."""
+
     def stats(self) -> dict[str, int]: ...
 
 class ClientCore:
