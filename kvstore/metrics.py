@@ -42,6 +42,7 @@ MODELS: Final = ("default",)  # a client has one, which its configuration names
 # What a daemon finds out about itself (kvstore/server/selfcheck.py); kvstore/cli/codes.py explains them.
 SELF_CHECKS: Final = (
     "CHECKSUM_ERRORS",
+    "DISK_WEAR",
     "EVICTION_STALLED",
     "INDEX_REBUILT",
     "NODE_EPOCH_BEHIND",
@@ -62,6 +63,7 @@ class Metric:
     help: str
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     bounds: Sequence[float] = LATENCY_BOUNDS_SECONDS
+    optional: bool = False  # there only where it is known: 0 would be a lie
 
     def series(self) -> Iterator[tuple[str, ...]]:
         """Every combination of label values."""
@@ -108,6 +110,12 @@ NODE: Final = (
         "gauge",
         "Bytes on disk; freeing: no longer in the index, not yet given back; zombie: allocated, and nothing accounts for them.",
         {"kind": ("shards", "freeing", "index", "zombie")},
+    ),
+    Metric(
+        "kvstore_disk_wear_ratio",
+        "gauge",
+        "Share of the disk's rated life that is used, by its own word (SMART); only where it tells.",
+        optional=True,
     ),
     Metric("kvstore_disk_written_bytes_total", "counter", "Bytes of records written."),
     Metric("kvstore_disk_punched_bytes_total", "counter", "Bytes given back to the file system."),
@@ -251,7 +259,8 @@ class TableCollector(Collector):
         values = Values()
         self._read(values)
         for metric in self._table:
-            yield _family(metric, values)
+            if not metric.optional or any(name == metric.name for name, _ in values.numbers):
+                yield _family(metric, values)
 
 
 def _family(metric: Metric, values: Values) -> Family:
@@ -354,6 +363,7 @@ class NodeFacts:
     ready: bool = False
     started_unix_seconds: float = 0.0
     starts: int = 0  # of any daemon on this data directory
+    wear_ratio: float | None = None
     firing: Mapping[str, str] = field(default_factory=dict)  # code -> severity
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
     write_budget_bytes: int = 0
@@ -395,6 +405,8 @@ def node_registry(
         values.set("kvstore_node_ready", facts.ready)
         values.set("kvstore_node_start_timestamp_seconds", facts.started_unix_seconds)
         values.set("kvstore_node_starts_total", facts.starts)
+        if facts.wear_ratio is not None:
+            values.set("kvstore_disk_wear_ratio", facts.wear_ratio)
         for code, severity in facts.firing.items():
             values.set("kvstore_health_check", 1, code, severity)
         for name, seconds in facts.retention_seconds.items():

@@ -155,6 +155,9 @@ def report(cluster_map: ClusterMap, at: int, **changes: object) -> NodeReport:
         ({"values": {'kvstore_disk_errors_total{kind="checksum"}': 3.0}}, "CHECKSUM_ERRORS", "WARN"),
         ({"values": {'kvstore_disk_errors_total{kind="checksum"}': 300.0}}, "CHECKSUM_ERRORS", "ERR"),
         ({"values": {'kvstore_index_starts_total{mode="rebuild"}': 1.0}}, "INDEX_REBUILT", "INFO"),
+        ({"values": {"kvstore_disk_wear_ratio": 0.81}}, "DISK_WEAR", "WARN"),
+        ({"values": {"kvstore_disk_wear_ratio": 0.96}}, "DISK_WEAR", "ERR"),
+        ({"values": {'kvstore_disk_used_bytes{kind="zombie"}': 21.0}}, "ZOMBIE_BYTES", "WARN"),
         ({"version": "0.2.0"}, "VERSION_MIXED", "WARN"),
         (
             {

@@ -62,7 +62,7 @@ def store_stats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 def test_every_series_is_there_at_zero_before_any_traffic(store_stats: Callable[[], dict[str, Any]]) -> None:
     flat = metrics.flat_values(metrics.node_registry(server_stats, store_stats, NodeFacts()))
     for metric in NODE:
-        for series in metric.series():
+        for series in metric.series() if not metric.optional else ():
             labels = ",".join(f'{name}="{value}"' for name, value in zip(metric.labels, series, strict=True))
             name = metric.name + ("_count" if metric.kind == "histogram" else "")
             key = f"{name}{{{labels}}}" if labels else name
@@ -118,6 +118,14 @@ def test_the_oldest_of_a_class_over_all_owners_is_what_it_keeps(store_stats: Cal
     assert flat['kvstore_owner_used_bytes{owner="default"}'] == 103 and flat['kvstore_owner_used_bytes{owner="other"}'] == 20
 
 
+def test_wear_is_exported_where_it_is_known_and_absent_elsewhere(store_stats: Callable[[], dict[str, Any]]) -> None:
+    facts = NodeFacts()
+    registry = metrics.node_registry(server_stats, store_stats, facts)
+    assert not any(name.startswith("kvstore_disk_wear") for name in metrics.flat_values(registry))
+    facts.wear_ratio = 0.0
+    assert metrics.flat_values(registry)["kvstore_disk_wear_ratio"] == 0.0, "a new disk is known to be new"
+
+
 def test_a_server_with_other_bounds_is_noticed(store_stats: Callable[[], dict[str, Any]]) -> None:
     server = server_stats()
     server["bounds_seconds"] = [1.0]
@@ -141,7 +149,7 @@ def test_names_follow_the_rules() -> None:
 def test_the_text_is_what_prometheus_reads(store_stats: Callable[[], dict[str, Any]]) -> None:
     text = generate_latest(metrics.node_registry(server_stats, store_stats, NodeFacts())).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    for m in (*COMMON, *NODE):
+    for m in (*COMMON, *(m for m in NODE if not m.optional)):
         family = families[m.name.removesuffix("_total")]
         assert family.documentation == m.help and family.type == m.kind
     info = families["kvstore_build_info"].samples[0]
@@ -192,7 +200,8 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
                 assert found.get(name, (family.type, labels, family.documentation))[2] == family.documentation
                 found[name] = family.type, labels, family.documentation
     written = document_rows()
-    assert found.keys() == written.keys()
+    optional = {m.name for m in NODE if m.optional}  # there only where the disk tells
+    assert found.keys() | optional == written.keys() and len(optional) == 1
     told = dict(re.findall(r"(?:- |\. )`(op|retention_class|code)` is (?:one of )?([\w, ]+)", DOCUMENT.read_text().replace("\n  ", " ")))
     told_above = {label: set(re.findall(r"\w+", words)) - {"or"} for label, words in told.items()}
     of_process = {"version", "revision", "owner", "model_name"}  # this process's own, or as configured
@@ -213,9 +222,10 @@ def test_a_daemon_exports_this_table_from_its_first_second(tmp_path: Path) -> No
     ):
         text = answer.read().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert set(families) == {m.name.removesuffix("_total") for m in (*COMMON, *NODE)}
-    assert {m.name: len(families[m.name.removesuffix("_total")].samples) for m in NODE if m.kind != "histogram"} == {
-        m.name: len(list(m.series())) for m in NODE if m.kind != "histogram"
+    always = [m for m in NODE if not m.optional]
+    assert set(families) - {"kvstore_disk_wear_ratio"} == {m.name.removesuffix("_total") for m in (*COMMON, *always)}
+    assert {m.name: len(families[m.name.removesuffix("_total")].samples) for m in always if m.kind != "histogram"} == {
+        m.name: len(list(m.series())) for m in always if m.kind != "histogram"
     }
     one = {name: family.samples[0].value for name, family in families.items() if len(family.samples) == 1}
     assert one["kvstore_node_ready"] == 1 and one["kvstore_epoch"] == 1 and one["kvstore_disk_capacity_bytes"] == 128 << 20

@@ -118,6 +118,14 @@ HEALTH: Final = {
         commands=("kvstore status --json | jq .data.space", "iostat -x 5", "kvstore fsck DIR"),
         for_seconds=600.0,
     ),
+    "DISK_WEAR": HealthCode(
+        "WARN",
+        "a disk has used more than 80 % of its rated life (ERR above 95 %)",
+        "what the disk says of itself, each hour: SMART through smartctl, or the eMMC's life time; unknown where neither can be read",
+        ("more is written to it each day than it was bought for", "its age"),
+        "order another, and move the node to it in time; write less: admission, shorter classes",
+        commands=("smartctl -a DEVICE", "kvstore status --without NODE", "kvstore plan --help"),
+    ),
     "DISK_SLOW": HealthCode(
         "WARN",
         "a node answers READ requests four times slower than the others",

@@ -22,6 +22,8 @@ CLOCK_SKEW_SECONDS: Final = 0.25
 CHECKSUM_ERRORS_ERR: Final = 100  # from here on the disk repeats itself
 FULL_RATIO: Final = 0.99
 ZOMBIE_RATIO: Final = 0.02
+WEAR_WARN: Final = 0.8
+WEAR_ERR: Final = 0.95
 SLOW_TIMES: Final = 4.0
 SLOW_SECONDS_MIN: Final = 0.005  # below it a node is only slow in comparison
 SLOW_READS_MIN: Final = 100
@@ -126,6 +128,9 @@ def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | Non
     if bad:
         severity = "ERR" if bad >= CHECKSUM_ERRORS_ERR else "WARN"
         found.append(_health("CHECKSUM_ERRORS", name, f"{bad:,.0f} bad shards since its start", severity, count=int(bad)))
+    if (wear := report.values.get("kvstore_disk_wear_ratio", 0.0)) > WEAR_WARN:
+        severity = "ERR" if wear > WEAR_ERR else "WARN"
+        found.append(_health("DISK_WEAR", name, f"{100 * wear:.0f} % of its rated life used", severity, count=round(100 * wear)))
     if report.values.get('kvstore_index_starts_total{mode="rebuild"}'):
         found.append(_health("INDEX_REBUILT", name, report.index_start or "rebuilt at its start"))
     if _eviction_stalled(report, earlier):

@@ -84,6 +84,11 @@ def _starts(cluster_map: ClusterMap, up: Reports) -> str:
     return f"the last to start was {youngest.node.id}, {format_seconds(youngest.uptime_seconds)} ago"
 
 
+def _wear(cluster_map: ClusterMap, up: Reports) -> str:
+    known = [(r.values["kvstore_disk_wear_ratio"], r.node.id) for r in up if "kvstore_disk_wear_ratio" in r.values]
+    return f"most on {max(known)[1]}: {100 * max(known)[0]:.0f} %" if known else "no disk tells: no smartctl, or no right to ask"
+
+
 def _p99s(cluster_map: ClusterMap, up: Reports) -> str:
     known = sorted((p99, r.node.id) for r in up if (p99 := read_p99_seconds(r)) is not None)
     if not known:
@@ -108,4 +113,5 @@ _VALUES: Final[dict[str, Callable[[ClusterMap, Reports], str]]] = {
     "VERSION_MIXED": _versions,
     "NODE_FLAPPING": _starts,
     "DISK_SLOW": _p99s,
+    "DISK_WEAR": _wear,
 }

@@ -36,6 +36,8 @@ from kvstore.server.config import NodeConfig, capacity_of, choose_io
 from kvstore.server.log import Log, LogHandler
 from kvstore.server.ports import port_fault
 from kvstore.server.selfcheck import SelfCheck, note_start
+from kvstore.server.wear import LOOK_SECONDS as WEAR_LOOK_SECONDS
+from kvstore.server.wear import wear_ratio
 from kvstore.units import format_bytes, format_seconds
 from kvstore.version import version
 
@@ -223,12 +225,15 @@ class Node:
         """Returns the exit code: 0 after a drain in which nothing was cut off, else 1."""
         activity = Activity()
         looked = logged = time.monotonic()
+        wear_due = looked
         assert self.server and self.store and self._traffic and self._growth and self._check
         while not self._draining:
             self._wake.wait(min(MAP_POLL_SECONDS, self.config.log_interval_seconds))
             now = time.monotonic()
             self._traffic.sample()
             self._growth.sample()
+            if now >= wear_due:
+                wear_due, self._facts.wear_ratio = now + WEAR_LOOK_SECONDS, wear_ratio(self.config.data_dir)
             self._look_at_itself(self._check)
             behind = now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch
             if self._reload.is_set() or (behind and self._map_mark() != self._mark_read):

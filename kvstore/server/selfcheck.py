@@ -19,6 +19,8 @@ LOOK_SECONDS: Final = 10.0
 FULL_RATIO: Final = 0.99
 ZOMBIE_RATIO: Final = 0.02
 CHECKSUM_ERRORS_ERR: Final = 100
+WEAR_WARN: Final = 0.8
+WEAR_ERR: Final = 0.95
 FLAPPING_STARTS: Final = 3
 FLAPPING_SECONDS: Final = 600.0
 STARTS_KEPT: Final = 16
@@ -60,6 +62,8 @@ def judge(values: Values, before: Values | None, starts: Sequence[float], now: f
     bad = values['kvstore_disk_errors_total{kind="checksum"}']
     if bad:
         found["CHECKSUM_ERRORS"] = "ERR" if bad >= CHECKSUM_ERRORS_ERR else "WARN"
+    if (wear := values.get("kvstore_disk_wear_ratio", 0.0)) > WEAR_WARN:
+        found["DISK_WEAR"] = "ERR" if wear > WEAR_ERR else "WARN"
     if values['kvstore_index_starts_total{mode="rebuild"}']:
         found["INDEX_REBUILT"] = "INFO"
     if values["kvstore_epoch_seen"] > values["kvstore_epoch"]:
