@@ -219,7 +219,14 @@ def test_a_query_larger_than_its_memory_uses_the_temporary_directory(tmp_path: P
         assert list(database.ask(sort).rows()) == [(150_000,)]
 
 
-def test_a_temporary_directory_that_is_gone_or_memory_too_small_is_told(tmp_path: Path) -> None:
+def test_a_query_too_large_for_memory_and_disk_is_one_clear_line(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [row(hit=1)])
+    with opened(find_logs([tmp_path]), Period(), memory_bytes=100_000_000) as database, pytest.raises(UsageError) as raised:
+        list(database.ask("select length(list(range)) from range(50000000)").rows())
+    assert raised.value.code == "E143" and "--memory" in str(raised.value)
+
+
+def test_too_little_memory_and_a_place_that_cannot_be_written_are_told(tmp_path: Path) -> None:
     cli = Here(tmp_path)
     write(tmp_path / "log" / "a.parquet", [row(hit=100)])
     cli.run("report", "--log", "log", "--memory", "1MB").refused(2, "E131", "--memory")

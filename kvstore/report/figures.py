@@ -1,4 +1,4 @@
-"""The figures of a log: one pass makes a small table of sums by day, class, tenant and model; all else is read off that."""
+"""The figures of a log: one pass makes a small table of sums by day, class, tenant and model, another counts latencies."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def time_text(milliseconds: int | None) -> str | None:
 
 
 def _cube() -> str:
-    sums = ", ".join(f"sum({column}) as {column}" for column in TOKEN_COLUMNS)
+    sums = ", ".join(f"sum({column})::ubigint as {column}" for column in TOKEN_COLUMNS)
     parts = " + ".join(f"{column}::bigint" for column in ("hit_tokens", *MISS_COLUMNS))
     return f"""
         create or replace temp table cube as
