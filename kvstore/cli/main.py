@@ -35,6 +35,7 @@ COMMANDS: Final = (
     "status",
     "stats",
     "top",
+    "dashboard",
     "mute",
     "unmute",
     "put",

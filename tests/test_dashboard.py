@@ -1,0 +1,286 @@
+"""`kvstore dashboard` in a real browser on a real cluster: what is wrong shows, drills down, fits a phone; and its answers over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from browser import Tab, browser
+from cli_tool import Cli
+from client_tools import SMALL, chain, load, store
+
+from kvstore.client import Client
+from kvstore.client.metrics import serve_metrics
+from kvstore.http import HttpServer, Page
+from kvstore.live.web import page
+from kvstore.server.local import LocalCluster
+
+pytestmark = pytest.mark.timeout(240)
+EVIL = "<img src=x onerror=console.error(1)><script>console.error(2)</script>"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with LocalCluster(tmp_path_factory.mktemp("dashboard"), 4, k=2, m=2, capacity_bytes=128 << 20) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory: pytest.TempPathFactory, cluster: LocalCluster) -> Cli:
+    return Cli(tmp_path_factory.mktemp("home"), KVSTORE_MAP=str(cluster.map_path))
+
+
+@contextmanager
+def dashboard(cli: Cli, *arguments: str) -> Iterator[str]:
+    """Its address; it ends in order, with exit code 0."""
+    process: subprocess.Popen[str] = cli.start("dashboard", "--port", "0", "--interval", "300ms", *arguments)
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:"), process.communicate(timeout=20)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def url(cli: Cli, cluster: LocalCluster) -> Iterator[str]:
+    """Of a dashboard that watches a client which has looked up, loaded and missed, and a page whose labels are markup."""
+    evil = f'kvstore_lookup_tokens_total{{owner="{EVIL}",retention_class="chat"}} '
+    asked = 0
+
+    def strange(_: object) -> Page:
+        nonlocal asked
+        asked += 128
+        return Page(f"{evil}{asked}\n".encode())
+
+    other = HttpServer("127.0.0.1", 0, strange)
+    with (
+        Client(cluster.map, layout=SMALL) as client,
+        serve_metrics(client, 0) as port,
+        dashboard(cli, "--client", f"127.0.0.1:{port}", "--client", f"127.0.0.1:{other.port}") as address,
+    ):
+        until_first_look(address)
+        keys = chain(64, SMALL)
+        store(client, keys)
+        load(client, client.lookup(keys))
+        client.lookup(chain(64, SMALL))
+        yield address
+    other.close()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[object]:
+    with browser() as running:
+        yield running
+
+
+def get(url: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def state(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(get(url, "/api/state")[2])
+    return found
+
+
+def until_first_look(url: str) -> None:
+    for _ in range(2000):
+        if state(url)["data"] is not None:
+            return
+    raise AssertionError("no look at the cluster")
+
+
+def test_a_killed_node_turns_the_page_to_warn_and_is_named_until_it_is_back(url: str, chromium: object, cluster: LocalCluster) -> None:
+    with Tab(chromium, url) as tab:
+        tab.page.wait_for_selector("#word:has-text('OK')")
+        cluster.kill(2)
+        try:
+            tab.page.wait_for_selector("#word:has-text('WARN')")
+            checks = tab.text("#checks")
+            assert "NODE_DOWN" in checks and "node-02" in checks and "kvstore explain NODE_DOWN" in checks
+            assert tab.text("#strip button >> nth=0").splitlines()[:2] == ["node-02", "✕ down"], "worst first"
+            assert "1 more" in tab.text("#tiles") and tab.page.title().startswith("WARN")
+            assert "NODE_DOWN" in tab.text("#events")
+            tab.page.click("#checks .check:has-text('NODE_DOWN') button:has-text('copy')")
+            tab.page.wait_for_selector("#checks button:has-text('copied')")
+            assert tab.page.evaluate("navigator.clipboard.readText()") == "kvstore explain NODE_DOWN"
+        finally:
+            cluster.restart(2)
+        tab.page.wait_for_selector("#word:has-text('OK')")
+        assert "NODE_DOWN is over" in tab.text("#events")
+        assert tab.complaints == [] and tab.hosts == {urlsplit(url).netloc}
+
+
+def test_what_clients_count_is_on_the_page_in_words_and_units(url: str, chromium: object) -> None:
+    with Tab(chromium, url) as tab:
+        tab.page.wait_for_selector("#tiles:has-text('%')")
+        tiles = tab.text("#tiles")
+        assert re.search(r"Hit rate\s+\d+\.\d %\s+of [\d,]+ tokens in", tiles) and re.search(r"Load p99\s+[\d.]+ (ms|µs|s)\s+p50", tiles)
+        assert "unknown" in tab.text("#misses") and "% of tokens" in tab.text("#misses")
+        assert re.search(r"chat\s.*7\.0 d", tab.text("#classes")) and "default" in tab.text("#owners")
+        assert tab.page.locator("#plots svg").count() == 6 and tab.page.locator("#plots path").count() >= 5
+        tab.page.locator("#plots svg").first.hover()
+        tab.page.wait_for_selector("#plots .cross", state="attached")
+        assert EVIL in tab.text("#owners"), "markup in a label is text"
+        assert tab.page.locator("img").count() == 0 and tab.complaints == []
+
+
+def test_a_click_on_a_node_shows_its_numbers_and_escape_leads_back(url: str, chromium: object) -> None:
+    with Tab(chromium, url) as tab:
+        tab.page.click("#strip button[data-node='node-01']")
+        tab.page.wait_for_selector("#panel[open] #without")
+        shown = tab.text("#panel")
+        assert "node-01" in shown and "everything can still be read" in shown and re.search(r"used\s+[\d.]+ [kM]?B of 134\.2 MB", shown)
+        assert tab.page.locator("#panel svg").count() == 3 and tab.page.url.endswith("#node=node-01")
+        tab.page.keyboard.press("Escape")
+        tab.page.wait_for_selector("#panel:not([open])", state="attached")
+        assert "#" not in tab.page.url and tab.complaints == []
+    with Tab(chromium, f"{url}/#node=node-03") as tab:
+        tab.page.wait_for_selector("#panel[open] #without")
+        assert "node-03" in tab.text("#panel header")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_a_phone_and_its_words_stand_out_in_light_and_dark(url: str, chromium: object, scheme: Any) -> None:
+    with Tab(chromium, url, width=390, height=844, scheme=scheme) as tab:
+        tab.page.wait_for_selector("#plots path")
+        for hash in ("", "#node=node-00"):
+            tab.page.evaluate("hash => { location.hash = hash; }", hash)
+            if hash:
+                tab.page.wait_for_selector("#panel[open] svg")
+            assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no scrolling sideways"
+            weak = tab.page.evaluate(CONTRAST)
+            assert weak == [], f"contrast below 4.5 in {scheme}"
+        tab.page.keyboard.press("Escape")
+        tab.page.click("#theme")
+        other = {"light": "dark", "dark": "light"}[scheme]
+        assert tab.page.evaluate("document.documentElement.dataset.theme") == other
+        tab.page.reload()
+        tab.page.wait_for_selector("#word")
+        assert tab.page.evaluate("document.documentElement.dataset.theme") == other, "the choice is kept"
+        assert tab.complaints == []
+
+
+# Every text on the page against what is painted behind it (WCAG 2: 4.5 to 1).
+CONTRAST = """() => {
+  const parse = text => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = node => {
+    for (; node; node = node.parentElement) { const c = parse(getComputedStyle(node).backgroundColor); if ((c[3] ?? 1) > 0) return c; }
+    return [255, 255, 255];
+  };
+  const weak = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode.parentElement;
+    if (!walk.currentNode.data.trim() || !node.getClientRects().length || ["SCRIPT", "STYLE"].includes(node.tagName)) continue;
+    const style = getComputedStyle(node), front = parse(node instanceof SVGElement ? style.fill : style.color);
+    const [a, b] = [light(front), light(behind(node))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) weak.push(`${walk.currentNode.data.trim().slice(0, 30)}: ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
+  }
+  return weak;
+}"""
+
+
+def test_a_dashboard_that_ended_is_told_on_the_page(cli: Cli, chromium: object) -> None:
+    with dashboard(cli) as url:
+        tab = Tab(chromium, url)
+        assert "no client is watched" in tab.text("#tiles") and "0 %" not in tab.text("#tiles .card >> nth=0")
+    with tab:
+        tab.page.wait_for_selector("body.old")
+        assert "the dashboard does not answer" in tab.text("#head")
+
+
+def test_answers_are_json_with_the_envelope_of_all_commands(url: str) -> None:
+    status, headers, body = get(url, "/api/state")
+    answer = json.loads(body)
+    assert status == 200 and headers["Content-Type"] == "application/json" and headers["Cache-Control"] == "no-store"
+    assert set(answer) == {"schema", "time", "version", "cluster", "epoch", "ok", "health", "data", "error"}
+    assert answer["schema"] == "kvstore.dashboard/1" and answer["cluster"] == "dev" and answer["data"]["age_seconds"] < 30
+    whole = json.loads(get(url, "/api/history")[2])
+    assert len({len(column) for column in whole.values()}) == 1
+    later = json.loads(get(url, f"/api/history?since={whole['unix_seconds'][-2]}")[2])
+    assert 1 <= len(later["unix_seconds"]) < len(whole["unix_seconds"]) + 1 and later["unix_seconds"][0] == whole["unix_seconds"][-1]
+    one = json.loads(get(url, "/api/node?id=node-00")[2])
+    assert one["without_host"]["readable"] and one["node"]["id"] == "node-00"
+    for path, code in (
+        ("/api/node?id=node-99", 404),
+        ("/api/node", 404),
+        ("/api/history?since=x", 400),
+        ("/../etc/passwd", 404),
+        ("/api", 404),
+    ):
+        assert get(url, path)[0] == code, path
+    assert get(url, "/livez")[0] == 200
+
+
+def test_the_page_may_load_nothing_from_elsewhere_and_runs_no_script_but_its_own(url: str) -> None:
+    status, headers, body = get(url, "/")
+    policy = headers["Content-Security-Policy"]
+    assert status == 200 and body == page()[0] and "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert "unsafe" not in policy and "http" not in policy and headers["X-Content-Type-Options"] == "nosniff"
+    addresses = set(re.findall(rb"https?://[^\s\"'`)]+", body)) - {b"http://www.w3.org/2000/svg", b"http://HOST:PORT"}
+    assert addresses == set(), "no other host in the page"
+    assert b"innerHTML" not in body and b"eval(" not in body
+
+
+def test_another_sites_name_for_this_address_gets_nothing(url: str) -> None:
+    port = urlsplit(url).port
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", "localhost:9", f"[::1]:{port}"):
+        assert get(url, "/api/state", Host=host)[0] == 200, host
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "", "10.0.0.1"):
+        assert get(url, "/api/state", Host=host)[0] == 421, host
+
+
+def test_only_reading_is_answered(url: str) -> None:
+    for method in ("POST", "PUT", "DELETE"):
+        request = urllib.request.Request(f"{url}/api/state", data=b"x", method=method)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=20)
+        assert refused.value.code == 501
+        refused.value.close()
+
+
+def test_a_dashboard_starts_and_says_err_while_no_node_answers(tmp_path: Path, cluster: LocalCluster) -> None:
+    from kvstore.clustermap import ClusterMap, Node
+
+    closed = ClusterMap.local([Node(f"node-{i:02}", f"host-{i}", f"127.0.0.1:{i + 1}", f"127.0.0.1:{i + 11}") for i in range(4)], k=2, m=2)
+    closed.save(tmp_path / "closed.toml")
+    with dashboard(Cli(tmp_path, KVSTORE_MAP=str(tmp_path / "closed.toml"))) as url:
+        until_first_look(url)
+        found = state(url)
+    assert (
+        found["data"]["status"] == "ERR"
+        and found["data"]["readable"] is False
+        and found["data"]["traffic"]["load_bytes_per_second"] is None
+    )
+
+
+def test_a_taken_port_and_wrong_words_are_refused(cli: Cli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cli.run("dashboard", "--port", str(taken.getsockname()[1])).refused(2, "E107", "--port N")
+    cli.run("dashboard", "--port", "x").refused(2, "E131")
+    cli.run("dashboard", "--client", "ftp://x:1").refused(2, "E140")
+    cli.run("dashboard", KVSTORE_MAP="").refused(2, "E141")
