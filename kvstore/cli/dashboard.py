@@ -18,6 +18,7 @@ from kvstore.server.ports import port_fault
 
 PORT: Final = 7480
 HOST: Final = "127.0.0.1"
+SIGNAL_POLL_SECONDS: Final = 0.2  # a signal that another thread took is seen when this one wakes
 
 
 def add_parser(subparsers: Any) -> None:
@@ -60,7 +61,8 @@ def serve(out: Output, collector: Collector, host: str, port: int) -> int:
             out.note(f"{where}, a look every {collector.interval_seconds:g} s; Ctrl-C ends it")
             sys.stdout.flush()
             out.frame({"url": url}, cluster=collector.map.cluster_id, epoch=collector.map.epoch)
-            stop.wait()
+            while not stop.wait(SIGNAL_POLL_SECONDS):
+                pass
     except KeyboardInterrupt:
         pass  # as a daemon that ends in order: exit code 0
     finally:

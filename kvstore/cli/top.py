@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any, Final
 
-from kvstore.cli.cluster import find_map
+from kvstore.cli.cluster import map_path
 from kvstore.cli.output import Health, Output
 from kvstore.cli.signals import interrupted_by_signals
 from kvstore.errors import UsageError
@@ -52,7 +52,7 @@ def collector_of(args: argparse.Namespace) -> Collector:
     if not 0.1 <= interval <= 3600:
         raise UsageError("E131", f"--interval {args.interval}", fix="0.1s to 1h")
     clients = list(dict.fromkeys(client_url(text) for text in args.clients))
-    return Collector(lambda: find_map(args), clients, interval_seconds=interval, timeout_seconds=args.settings["timeout"])
+    return Collector(map_path(args), clients, interval_seconds=interval, timeout_seconds=args.settings["timeout"])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _await_next(collector: Collector, pause: threading.Event) -> None:
-    pause.wait(max(0.0, collector.interval_seconds - (collector.age_seconds() or 0.0)))
+    """In short waits: a signal that another thread took is seen when this one wakes."""
+    while (left := collector.interval_seconds - (collector.age_seconds() or 0.0)) > 0:
+        pause.wait(min(left, 2 * LOOK_SECONDS))
 
 
 def _stream(out: Output, collector: Collector, once: bool) -> int:

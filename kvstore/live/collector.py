@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore.cli.cluster import NodeReport, ask_nodes, require_some
 from kvstore.cli.health import evaluate, overall
+from kvstore.cli.health_memory import HealthMemory
 from kvstore.cli.output import Health, rfc3339_now
 from kvstore.cluster_view import group_lists, merged, retention, space
 from kvstore.clustermap import ClusterMap
@@ -30,6 +32,7 @@ from kvstore.placement import Losses, Placement
 FRAMES_MAX: Final = 720  # an hour at 5 s
 EVENTS_MAX: Final = 200
 WINDOW_SECONDS: Final = 300.0
+REMEMBER_SECONDS: Final = 60.0
 NODE_SERIES: Final = (
     "load_bytes_per_second",
     "save_bytes_per_second",
@@ -43,21 +46,14 @@ _KEPT_FAMILIES: Final = ("kvstore_node_requests_total", "kvstore_node_transfer_b
 
 
 class Collector:
-    """`load_map` is asked at each poll, so that a new epoch is seen; `clients` are addresses of /metrics pages."""
+    """The map is read at each poll, so that a new epoch is seen; `clients` are addresses of /metrics pages."""
 
-    def __init__(
-        self,
-        load_map: Callable[[], ClusterMap],
-        clients: Sequence[str] = (),
-        *,
-        interval_seconds: float = 5.0,
-        timeout_seconds: float = 5.0,
-    ) -> None:
-        self._load_map = load_map
+    def __init__(self, map_path: Path, clients: Sequence[str] = (), *, interval_seconds: float = 5.0, timeout_seconds: float = 5.0) -> None:
+        self._map_path = map_path
         self._clients = tuple(clients)
         self.interval_seconds = interval_seconds
         self._timeout = timeout_seconds
-        self.map = load_map()
+        self.map = ClusterMap.load(map_path)
         self._placement: Placement | None = None
         self._lists: NDArray[np.int32] | None = None  # the map's groups
         self._lock = threading.Lock()
@@ -74,6 +70,8 @@ class Collector:
         self._events: deque[Data] = deque(maxlen=EVENTS_MAX)
         self._firing: dict[tuple[str, str], Health] = {}
         self._status: tuple[str, str] | None = None  # word, since
+        self._remembered: tuple[set[str], int] = (set(), 0)  # what the health memory was last written for
+        self._remembered_at = 0.0
         self.watched_since = rfc3339_now()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -148,7 +146,7 @@ class Collector:
 
     def poll(self) -> Data:
         with contextlib.suppress(KvstoreError):  # a map file being replaced: the old one goes on
-            found = self._load_map()
+            found = ClusterMap.load(self._map_path)
             if found != self.map:
                 if found.epoch != self.map.epoch:
                     self._tell("INFO", "map", "cluster", f"epoch {found.epoch}, was {self.map.epoch}")
@@ -166,7 +164,7 @@ class Collector:
         client_counts = self._count_clients(clients, now)
         node_counts = merged(moved)
         self._slide(now, seconds, node_counts, client_counts)
-        health = self._health(reports, earlier)
+        health = self._health(reports, earlier, clients)
         with self._polling:
             self._reports = reports
         losses = self.losses()
@@ -275,13 +273,20 @@ class Collector:
     def _window_counts(self, part: int) -> Counts:
         return Counts(merged([each[part] for each in self._window]))  # type: ignore[misc]  # 2 and 3 are the dictionaries
 
-    def _health(self, reports: Sequence[NodeReport], earlier: Mapping[str, NodeReport]) -> list[Health]:
-        """With `since` where nobody said it, and an event for each that begins or ends."""
-        health, now = evaluate(self.map, reports, earlier or None), rfc3339_now()
+    def _health(self, reports: Sequence[NodeReport], earlier: Mapping[str, NodeReport], clients: Sequence[ClientReport]) -> list[Health]:
+        """What `kvstore status` would say, with an event for each check that begins or ends."""
+        age = 0.0
+        with contextlib.suppress(OSError):
+            age = max(0.0, time.time() - self._map_path.stat().st_mtime)
+        memory = HealthMemory(self._map_path)  # read anew: mutes come from other processes
+        health = memory.settle(evaluate(self.map, reports, earlier or None, clients=clients, map_age_seconds=age))
+        self._remember(memory)
+        for mute in memory.ended:
+            self._tell("INFO", "mute", mute.code, "is muted no more: there is more of it than when it was muted", mute.code)
+        now = rfc3339_now()
         before, self._firing = self._firing, {}
         for check in health:
             known = before.pop((check.code, check.subject), None)
-            check.since = check.since or (known.since if known else now)
             self._firing[check.code, check.subject] = check
             if known is None or known.severity != check.severity:
                 self._tell(check.severity, "health", check.subject, f"{check.code} {check.summary}", check.code)
@@ -291,6 +296,13 @@ class Collector:
         if self._status is None or self._status[0] != word:
             self._status = (word, now)
         return health
+
+    def _remember(self, memory: HealthMemory) -> None:
+        """Seldom, so that a mute which another process writes just now is not written over."""
+        state = (set(memory.seen), len(memory.ended))
+        if state != self._remembered or time.monotonic() - self._remembered_at > REMEMBER_SECONDS:
+            memory.save()
+            self._remembered, self._remembered_at = state, time.monotonic()
 
     def _tell(self, severity: str, kind: str, subject: str, text: str, code: str | None = None) -> None:
         event = {"time": rfc3339_now(), "unix_seconds": time.time(), "severity": severity, "kind": kind, "subject": subject, "text": text}
