@@ -1,4 +1,4 @@
-"""`kvstore explain`: what a code means; or why two prompts share as little of the cache as they do."""
+"""`kvstore explain`: what a code means; where a block is, or why it is not; why two prompts share as little of the cache as they do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.cli.codes import ERRORS, HEALTH, RANGES
+from kvstore.cli.explain_key import check_not_almost_a_key, explain_key, is_key
 from kvstore.cli.output import Output
 from kvstore.errors import InputError, KvstoreError, UsageError
 from kvstore.keys import BLOCK_TOKENS, KeyChain, Namespace
@@ -26,20 +27,25 @@ _FORM: Final = 'a list of token ids, or {"tokens": [...], "namespace": {"weights
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "explain",
-        help="what a code means, or where two prompts part",
-        description="Explains a health or error code, or compares two prompts: what differs first, and what is still shared.",
+        help="what a code means, where a block is or why it is gone, or where two prompts part",
+        description="Explains a health or error code; tells where a block's shards are, or what became of it; or compares two prompts: "
+        "what differs first, and what is still shared.",
         epilog=f"""\
 examples:
   kvstore explain NODE_DOWN
   kvstore explain E107
+  kvstore explain 3f9c...                      a block key, 64 hexadecimal digits (the first block of an extent)
   kvstore explain monday.json tuesday.json     each: {_FORM}
 """,
     )
-    parser.add_argument("what", nargs="+", metavar="CODE | A.json B.json", help="one code, or two files")
+    parser.add_argument("what", nargs="+", metavar="CODE | KEY | A.json B.json", help="one code, one block key, or two files")
 
 
 def run(args: argparse.Namespace) -> int:
+    if len(args.what) == 1 and is_key(args.what[0]):
+        return explain_key(args.what[0], args)
     if len(args.what) == 1:
+        check_not_almost_a_key(args.what[0])
         return _explain_code(args.what[0], args)
     if len(args.what) == 2:
         return _compare(_read(Path(args.what[0])), _read(Path(args.what[1])), args.out)
