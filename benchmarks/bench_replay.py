@@ -5,6 +5,7 @@ Blocks are small here (all counts are of blocks, and the trace at true size is 8
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import islice
 
 from benchmarks.harness import ROOT, Bench, Figure, at_most, equal_to, measures
@@ -53,13 +54,17 @@ def replay_infinite(bench: Bench) -> dict[str, Figure]:
     return {"replay_infinite": Figure(report.hit_tokens, equal_to(expected), f"{report.requests} requests in {report.seconds:.0f} s")}
 
 
-@measures("replay_vs_lru_points")
-def replay_vs_lru_points(bench: Bench) -> dict[str, Figure]:
+def replays(bench: Bench, _: ExitStack) -> dict[float, ReplayReport]:
+    """A replay for each share of the unique blocks; two figures are read off them."""
     requests = requests_of(bench)
     shape = shape_of(requests, LAYOUT, K)
+    return {share: replayed(bench, requests, shape, f"replay-{share:.0%}", int(shape.unique_blocks * share)) for share in SHARES}
+
+
+@measures("replay_vs_lru_points")
+def replay_vs_lru_points(bench: Bench) -> dict[str, Figure]:
     figures = {}
-    for share in SHARES:
-        report = replayed(bench, requests, shape, f"replay-{share:.0%}", int(shape.unique_blocks * share))
+    for share, report in bench.shared(replays).items():
         points = report.points_from_lru
         assert points is not None and report.hit_ratio is not None and report.lru_hit_ratio is not None
         note = f"{report.hit_ratio:.2%}, exact LRU {report.lru_hit_ratio:.2%}; {report.seconds:.0f} s"

@@ -21,7 +21,13 @@ using U64Out = Array<uint64_t>;
 inline constexpr uint32_t NONE = 0xffffffff;
 inline constexpr uint32_t UNIQUE_MAX = 1u << 30;  // twice as many times still fit in 32 bits
 
-inline void require_trace(const U32& ids, const U64& ends, uint32_t unique) {
+inline void require_ids(const uint32_t* ids, size_t count, uint32_t unique) {
+  uint32_t highest = 0;
+  for (size_t at = 0; at < count; at++) highest = std::max(highest, ids[at]);
+  if (count && highest >= unique) throw std::invalid_argument("an id is not below the number of unique blocks");
+}
+
+inline void require_ends(const U32& ids, const U64& ends, uint32_t unique) {
   if (unique > UNIQUE_MAX) throw std::invalid_argument("more than 2^30 unique blocks");
   uint64_t last = 0;
   bool ordered = true;
@@ -30,9 +36,11 @@ inline void require_trace(const U32& ids, const U64& ends, uint32_t unique) {
     last = ends.data()[r];
   }
   if (!ordered || last != ids.shape(0)) throw std::invalid_argument("ends must rise to the number of ids");
-  uint32_t highest = 0;
-  for (size_t at = 0; at < ids.shape(0); at++) highest = std::max(highest, ids.data()[at]);
-  if (ids.shape(0) && highest >= unique) throw std::invalid_argument("an id is not below the number of unique blocks");
+}
+
+inline void require_trace(const U32& ids, const U64& ends, uint32_t unique) {
+  require_ends(ids, ends, unique);
+  require_ids(ids.data(), ids.shape(0), unique);
 }
 
 }  // namespace kv::plan

@@ -3,6 +3,8 @@
 // A block's depth is the number of distinct blocks touched since its last touch, itself included: LRU of c blocks holds it if depth <= c.
 // Touch marks lie in a bitmap over time, a Fenwick tree over the bitmap's words counts them: 234,597 live blocks are 29 KB of tree, so
 // counting stays in the fastest cache. Times are renumbered when the map is full, each time paid for by as many touches as blocks live.
+#include <immintrin.h>
+
 #include <bit>
 #include <stdexcept>
 #include <vector>
@@ -112,25 +114,51 @@ void reuse_depths(U32 ids, U64 ends, uint32_t unique, U32Out depth, U32Out previ
     }
 }
 
+// For each set of eight lanes the order that brings its lanes to the front: which blocks are kept is random, a branch would guess wrong.
+struct Front {
+  alignas(32) uint32_t lanes[256][8] = {};
+  constexpr Front() {
+    for (unsigned set = 0; set < 256; set++)
+      for (unsigned lane = 0, to = 0; lane < 8; lane++)
+        if (set >> lane & 1) lanes[set][to++] = lane;
+  }
+};
+constexpr Front FRONT;
+
 // Keeps the accesses of blocks whose keep[id] is not 0, with new ids keep[id] - 1; a request whose last block goes ends in a whole one.
 size_t sample_accesses(U32 ids, U64 ends, U32 last_tokens, U32 keep, uint32_t block_tokens, U32Out out, U64Out out_ends, U32Out out_last) {
-  require_trace(ids, ends, uint32_t(keep.shape(0)));
+  require_ends(ids, ends, uint32_t(keep.shape(0)));
   const size_t requests = ends.shape(0);
-  if (last_tokens.shape(0) != requests || out_ends.shape(0) != requests || out_last.shape(0) != requests || out.shape(0) != ids.shape(0) + 1)
-    throw std::invalid_argument("one place for each request and access, and one more access");
+  if (last_tokens.shape(0) != requests || out_ends.shape(0) != requests || out_last.shape(0) != requests || out.shape(0) != ids.shape(0) + 8)
+    throw std::invalid_argument("one place for each request and access, and eight more accesses");
   nb::gil_scoped_release release;
+  std::vector<uint8_t> bits(keep.shape(0) / 8 + 2);  // a bit a block: stays in the fastest cache
+  for (size_t id = 0; id < keep.shape(0); id++) bits[id / 8] |= uint8_t((keep.data()[id] != 0) << (id % 8));
+  const __m256i following = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   size_t at = 0, to = 0;
   for (size_t r = 0; r < requests; r++) {
     const size_t end = ends.data()[r];
-    uint32_t kept = 0;
-    for (; at < end; at++) {  // without a branch: which blocks are kept is random
-      kept = keep.data()[ids.data()[at]];
-      out.data()[to] = kept - 1;
-      to += kept != 0;
+    require_ids(ids.data() + at, end - at, uint32_t(keep.shape(0)));  // a prompt at a time: it is read once from memory, not twice
+    for (; at + 8 <= end; at += 8) {
+      const uint32_t* eight = ids.data() + at;
+      const __m256i id = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(eight));
+      const __m256i run = _mm256_add_epi32(_mm256_set1_epi32(int(*eight)), following);
+      unsigned found = 0;
+      if (_mm256_movemask_epi8(_mm256_cmpeq_epi32(id, run)) == -1)  // new blocks of a prompt are numbered as they come: nearly always
+        found = (bits[*eight / 8] | unsigned(bits[*eight / 8 + 1]) << 8) >> (*eight % 8) & 255;
+      else
+        for (unsigned lane = 0; lane < 8; lane++) found |= (bits[eight[lane] / 8] >> (eight[lane] % 8) & 1u) << lane;
+      const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(FRONT.lanes[found]));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out.data() + to), _mm256_permutevar8x32_epi32(id, front));
+      to += size_t(std::popcount(found));
     }
+    for (; at < end; at++)
+      if (keep.data()[ids.data()[at]]) out.data()[to++] = ids.data()[at];
     out_ends.data()[r] = to;
-    out_last.data()[r] = kept ? last_tokens.data()[r] : block_tokens;
+    const bool whole = end == (r ? ends.data()[r - 1] : 0) || !keep.data()[ids.data()[end - 1]];
+    out_last.data()[r] = whole ? block_tokens : last_tokens.data()[r];
   }
+  for (size_t i = 0; i < to; i++) out.data()[i] = keep.data()[out.data()[i]] - 1;
   return to;
 }
 

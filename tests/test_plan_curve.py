@@ -164,3 +164,20 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         _native.plan_reuse_depths(ids, ends, 5, out, out.copy())
     with pytest.raises(ValueError, match="must rise"):
         _native.plan_reuse_depths(ids, np.array([3], np.uint64), 6, out, out.copy())
+
+
+def test_a_sample_holds_the_accesses_of_its_blocks_and_no_others() -> None:
+    rng = np.random.default_rng(9)
+    for _ in range(50):
+        counts = rng.integers(0, 40, rng.integers(1, 20))
+        ids = rng.integers(0, 70, counts.sum()).astype(np.uint32)
+        ends, last = np.cumsum(counts).astype(np.uint64), rng.integers(1, 129, len(counts)).astype(np.uint32)
+        inside = rng.random(70) < 0.3
+        keep = np.where(inside, np.cumsum(inside), 0).astype(np.uint32)
+        out, out_ends, out_last = np.empty(len(ids) + 8, np.uint32), np.empty_like(ends), np.empty_like(last)
+        count = _native.plan_sample_accesses(ids, ends, last, keep, 128, out, out_ends, out_last)
+        prompts = np.split(ids, ends[:-1].astype(np.int64))
+        assert out[:count].tolist() == [keep[one] - 1 for prompt in prompts for one in prompt if inside[one]]
+        assert out_ends.tolist() == np.cumsum([inside[prompt].sum() for prompt in prompts]).tolist()
+        ends_inside = [len(prompt) > 0 and bool(inside[prompt[-1]]) for prompt in prompts]
+        assert out_last.tolist() == [own if there else 128 for own, there in zip(last.tolist(), ends_inside, strict=True)]

@@ -53,7 +53,7 @@ def plan_reuse_depths(ids: _U32, ends: _U64, unique: int, depth: _U32, previous:
 def plan_sample_accesses(
     ids: _U32, ends: _U64, last_tokens: _U32, keep: _U32, block_tokens: int, out: _U32, out_ends: _U64, out_last: _U32
 ) -> int:
-    """Number of accesses kept: those with keep[id] > 0, under the new id keep[id] - 1. out has one place more than ids."""
+    """Number of accesses kept: those with keep[id] > 0, under the new id keep[id] - 1. out has eight places more than ids."""
 
 def plan_simulate(
     eviction: str,

@@ -74,14 +74,14 @@ def exact_curve(accesses: Accesses) -> Curve:
     return _curve(accesses.ids, accesses.ends, accesses.last_tokens, accesses, accesses.unique, 1.0, 1.0)
 
 
-def sampled_curve(accesses: Accesses, rate: float, seed: int = 0) -> Curve:
-    """SHARDS at a fixed rate of the blocks. Raises UsageError where the sample would be empty."""
+def sampled_curve(accesses: Accesses, rate: float, seed: int = 0, *, with_band: bool = True) -> Curve:
+    """SHARDS at a fixed rate of the blocks; its band takes as long again. Raises UsageError where the sample would be empty."""
     hashes, inside = _sample(accesses, rate, seed)
     ids, ends, last = _kept(accesses.ids, accesses.ends, accesses.last_tokens, inside, accesses.block_tokens)
     share = float(inside.mean()) * accesses.sample  # of unique blocks; for a sampled log its own share is only known as its rate
     part_of = (hashes[inside] % np.uint64(PARTS)).astype(np.int64)
     parts = []
-    for part in range(PARTS):
+    for part in range(PARTS) if with_band else ():
         chosen = part_of == part
         if chosen.any():
             few = _kept(ids, ends, last, chosen, accesses.block_tokens)
@@ -109,7 +109,7 @@ def _sample(accesses: Accesses, rate: float, seed: int) -> tuple[U64, np.ndarray
 
 def _kept(ids: U32, ends: U64, last: U32, inside: np.ndarray, block_tokens: int) -> tuple[U32, U64, U32]:
     keep = np.where(inside, np.cumsum(inside), 0).astype(np.uint32)
-    out, out_ends, out_last = np.empty(len(ids) + 1, np.uint32), np.empty_like(ends), np.empty_like(last)
+    out, out_ends, out_last = np.empty(len(ids) + 8, np.uint32), np.empty_like(ends), np.empty_like(last)
     count = _native.plan_sample_accesses(ids, ends, last, keep, block_tokens, out, out_ends, out_last)
     return out[:count], out_ends, out_last
 
