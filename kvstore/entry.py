@@ -20,7 +20,7 @@ import xxhash
 from kvstore.record import ALIGN, SHARD_ALIGN, Head, head_bytes_of, padded_bytes
 
 VERSION = 1
-REUSED = 16  # of a queue's number
+REUSED = 16  # of a queue's number: used in a later bucket than its first; below it the class
 SEGMENT_SYNTHETIC = 0  # of entries without bytes (benchmarks)
 KEY = struct.Struct("<16s32s8sB")
 FIXED = struct.Struct("<IIIIIIIIIHHHBBBBBBQQBBHI")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from store_tools import EXISTS, NOT_FOUND, OK, TOMBSTONED, TOO_MANY_WRITINGS
 
+from kvstore.entry import REUSED
 from kvstore.record import Record, build, padded_bytes
 
 Name = tuple[bytes, bytes, int]  # owner, extent key, write id
@@ -18,6 +19,7 @@ class Held:
     raw: bytes
     bucket: int
     retention_class: int
+    reused: bool = False  # in a later bucket than its first
 
 
 @dataclass
@@ -53,6 +55,7 @@ class NodeModel:
             bucket, retention_class = touch
             for (held, _), h in self.held.items():
                 if held == name:
+                    h.reused = h.reused or bucket > h.bucket
                     h.bucket = max(h.bucket, bucket)
                     if self.retention_seconds[retention_class] > self.retention_seconds[h.retention_class]:
                         h.retention_class = retention_class
@@ -63,9 +66,17 @@ class NodeModel:
         return OK if self._drop([key for key in self.held if key[0] == name], 3) else NOT_FOUND
 
     def order(self) -> list[tuple[int, bytes, int, int, bytes, bytes, int]]:
-        """What stands in each queue, in the order in which it goes: (class, owner, bucket, -start, key, write id, shard)."""
+        """What stands in each queue, in the order in which it goes: (queue, owner, bucket, -start, key, write id, shard)."""
         return sorted(
-            (h.retention_class, name[0], h.bucket, -h.record.start_block, name[1], name[2].to_bytes(8, "little"), shard)
+            (
+                h.retention_class + (REUSED if h.reused else 0),
+                name[0],
+                h.bucket,
+                -h.record.start_block,
+                name[1],
+                name[2].to_bytes(8, "little"),
+                shard,
+            )
             for (name, shard), h in self.held.items()
         )
 
@@ -78,7 +89,7 @@ class NodeModel:
         self.withdrawn.clear()
         if index_lost:  # records know their first use and class, not their last
             for h in self.held.values():
-                h.bucket, h.retention_class = h.record.bucket, h.record.retention_class
+                h.bucket, h.retention_class, h.reused = h.record.bucket, h.record.retention_class, False
 
     def used_bytes(self) -> int:
         return sum(padded_bytes(len(h.raw)) for h in self.held.values())

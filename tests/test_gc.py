@@ -11,10 +11,10 @@ import pytest
 from store_tools import NO_SPACE, NOT_FOUND, OK, OWNER, Store, discover, key_of, keys_of, promise, read, reasons, record_of, withdraw
 
 from kvstore.clustermap import RetentionClass
+from kvstore.entry import REUSED
 from kvstore.errors import ConfigError
 from kvstore.gc import EvictionPolicy, Evictor
 from kvstore.gc.policy import Usage
-from kvstore.gc.replacement import REUSED
 from kvstore.owners import OwnerLimits
 from kvstore.record import Record, build, padded_bytes
 from kvstore.wire import Gone

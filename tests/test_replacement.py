@@ -10,9 +10,9 @@ import pytest
 from store_tools import NO_SPACE, OK, OWNER, Store, promise, read, record_of
 
 from kvstore.clustermap import POLICIES
+from kvstore.entry import REUSED
 from kvstore.errors import ConfigError
 from kvstore.gc import EvictionPolicy, Evictor
-from kvstore.gc.replacement import REUSED
 from kvstore.record import Record, build
 
 CHAT = 2

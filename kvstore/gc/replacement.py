@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvstore.clustermap import POLICIES
+from kvstore.entry import REUSED
 
-REUSED: Final = 16  # of a queue's number: used in a later bucket than its first; below it the class (kernels/index.hpp)
 SMALL_SHARE: Final = 0.10  # of the capacity, as in the S3-FIFO paper (SOSP 2023)
 
 Queue = tuple[int, bytes, int, int]  # number, owner, rows, bytes
