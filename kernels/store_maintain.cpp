@@ -17,6 +17,7 @@ constexpr uint32_t TICK_MS = 50;
 constexpr uint32_t PUNCH_MS = 10, PUNCH_MS_BEHIND = 40;   // of a tick; a punch takes 0.2 ms, under load 1.8 ms
 constexpr size_t PUNCH_LOOK = 8192;                // places looked at in one tick, the longest free first
 constexpr uint64_t PUNCH_AFTER_MS = 1000;          // neighbours that follow are merged, a segment that empties is unlinked whole
+constexpr uint32_t FOOTERS_PER_LOOK = 1024;
 constexpr uint64_t ZOMBIES_EVERY_MS = 10000;       // one stat a segment: 60,000 of a 15 TB disk take 60 ms
 constexpr uint64_t PUNCH_BYTES_MAX = 16u << 20;    // of one hole: a read of the same file waits for it
 
@@ -41,6 +42,7 @@ void StoreImpl::look_for_zombies() {
   };
   const int64_t before = owned();
   int64_t allocated = 0;
+  uint32_t opened = 0;
   for (const auto& segment : segments_.all()) {
     struct stat st{};
     if (stat(segment->path.c_str(), &st) != 0) continue;
@@ -48,6 +50,7 @@ void StoreImpl::look_for_zombies() {
     if (!segment->sealed) continue;
     if (!segment->footer_on_disk) {
       FooterTrailer trailer{};
+      if (++opened > FOOTERS_PER_LOOK) return;   // after a start with many: the next look goes on
       if (segment->hold() < 0) continue;
       if (SegmentFiles::read_all(segment->fd(), reinterpret_cast<uint8_t*>(&trailer), sizeof trailer, uint64_t(st.st_size) - sizeof trailer))
         segment->footer_on_disk = trailer.footer_bytes;

@@ -10,7 +10,8 @@ import pytest
 from client_tools import NO_REUSE, SMALL, WAIT_SECONDS, bytes_of, chain, load
 from store_tools import OWNER, Store, key_of, record_of
 
-from kvstore.client import Client, StoreOutcome, StoreResult
+from kvstore.cli.selftest import self_test
+from kvstore.client import Client, ClientConfig, StoreOutcome, StoreResult
 from kvstore.clustermap import ClusterMap, Node, Rules
 from kvstore.errors import ConfigError
 from kvstore.keys import Keys
@@ -146,6 +147,12 @@ def test_the_majority_decides_for_all_twelve_when_some_have_forgotten(picky: Loc
     assert put(client, most).outcome is StoreOutcome.DECLINED
     assert client.stats()["withdrawals"] == 0, "nothing was half stored"
     assert put(client, most).outcome is StoreOutcome.STORED
+
+
+def test_who_was_told_to_store_stores_without_asking(picky: LocalCluster) -> None:
+    with Client(picky.map, layout=SMALL, config=ClientConfig(ask_first=False)) as made:
+        assert put(made, chain(3, SMALL)).outcome is StoreOutcome.STORED
+    assert self_test(picky).nodes_stopped == 2, "so does kvstore up, when it tries itself out"
 
 
 def test_where_no_node_answers_a_store_fails_as_ever(tmp_path: Path) -> None:

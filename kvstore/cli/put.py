@@ -86,14 +86,15 @@ def _copy_of(stream: IO[bytes]) -> IO[bytes]:
 
 def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: str, args: argparse.Namespace) -> tuple[int, int]:
     """Blocks stored now, and those of them in extents short of a shard. Raises StorageError E404 where a store failed."""
-    from kvstore.client import Client, StoreOutcome
+    from kvstore.client import Client, ClientConfig, StoreOutcome
 
     keys = handle.keys()
     if not len(keys):
         return 0, 0
     timeout = args.settings["timeout"]
     stored = degraded = 0
-    with Client(cluster_map, layout=handle.layout) as client, args.out.progress("put", len(keys), unit="blocks") as bar:
+    told = ClientConfig(ask_first=False)  # somebody wants it stored
+    with Client(cluster_map, layout=handle.layout, config=told) as client, args.out.progress("put", len(keys), unit="blocks") as bar:
         there = client.lookup(keys, retention_class=retention, deadline_seconds=timeout).hit_blocks
         bar.advance(there)
         for at, blocks in windows(file, handle, there):

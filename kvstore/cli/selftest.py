@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.client import Client
+from kvstore.client import Client, ClientConfig
 from kvstore.errors import StorageError
 from kvstore.keys import KeyChain, Namespace
 from kvstore.layout import PRESETS
@@ -41,7 +41,7 @@ def self_test(cluster: LocalCluster) -> SelfTest:
     keys = chain.extend(np.arange(BLOCKS * chain.block_tokens, dtype=np.uint32))
     written = np.frombuffer(secrets.token_bytes(BLOCKS * layout.block_bytes), np.uint8).reshape(BLOCKS, layout.block_bytes)
     stopped = list(range(Placement(cluster.map).losses_survived().nodes))
-    with Client(cluster.map, layout=layout) as client:
+    with Client(cluster.map, layout=layout, config=ClientConfig(ask_first=False)) as client:
         client.store(keys, written, first_block=0, retention_class="batch").result(DEADLINE_SECONDS)
         try:
             for node in stopped:

@@ -392,7 +392,7 @@ class Client:
 
         began = time.monotonic()
         counts = tuple(span.count for span in spans)
-        if self.map.rules.asks_first and spans:
+        if self.map.rules.asks_first and self.config.ask_first and spans:
             future = stores.new_future()
             first_keys = keys[starts].copy()
             self._admission.add(

@@ -26,6 +26,7 @@ class ClientConfig:
     store_deadline_seconds: float = 10.0  # of one extent, from its first byte
     close_seconds: float = 10.0  # how long close() waits for stores on their way
     queue_bytes_max: int = 1 << 30  # blocks handed to store() and not yet sent; past it the oldest extents are dropped
+    ask_first: bool = True  # where the cluster map has rules for what is written; off: writes without asking the nodes
     bulk_connections_max: int = 2048
     congestion_control: str = "cubic"  # of TCP (kvstore/tcp.py); "host": what the host uses by default
     connect_timeout_seconds: float = 1.0
