@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from cli_tool import ROOT
 from client_tools import SMALL, chain, load, store
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from kvstore.errors import UsageError
 from kvstore.live.collector import Collector
 from kvstore.live.counts import Counts, added, joined, split
 from kvstore.live.scrape import ask_clients, client_url, parse
+from kvstore.metrics import CLIENT, COMMON, NODE
 from kvstore.server.local import LocalCluster
 
 
@@ -191,3 +194,10 @@ def test_history_is_bounded(cluster: LocalCluster, monkeypatch: pytest.MonkeyPat
     assert {len(column) for column in watched.history().values()} == {3}
     one = watched.node_history("node-01")
     assert one is not None and len(one["unix_seconds"]) == 3
+
+
+def test_every_metric_that_is_read_here_is_one_that_is_exported() -> None:
+    exported = {metric.name for metric in (*COMMON, *NODE, *CLIENT)}
+    read = {name for path in (ROOT / "kvstore/live").iterdir() for name in re.findall(r"\bkvstore_[a-z_]+[a-z]\b", path.read_text())}
+    words = {f"kvstore_{word}_tokens_total" for word in ("hit", "lookup")}  # f-strings
+    assert len(read) > 15 and {re.sub(r"_(count|bucket|sum)$", "", name) for name in read | words} - exported == set()

@@ -61,5 +61,6 @@ def added(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
     return {key: value - base.get(key, 0.0) for key, value in after.items() if is_counter(key)}
 
 
+@lru_cache(maxsize=65_536)
 def is_counter(key: str) -> bool:
     return key.partition("{")[0].endswith(_CUMULATIVE)

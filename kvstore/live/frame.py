@@ -122,7 +122,6 @@ def hits_of(clients: Sequence[ClientReport], window: Counts, seconds: float, win
         "hit_ratio": ratio(hit, lookup),
         "hit_ratio_now": ratio(last.sum("kvstore_hit_tokens_total"), now),
         "hit_tokens_by_tier": by_tier if len(by_tier) > 1 else None,  # one tier alone tells nothing
-        "window_hit_ratio": _window_hits(window),
         "lookup_tokens_per_second": now / seconds if seconds > 0 else None,
         "lookup_p99_seconds": quantile(lookups, 0.99),
         "load_p50_seconds": quantile(loads, 0.5),
@@ -133,12 +132,6 @@ def hits_of(clients: Sequence[ClientReport], window: Counts, seconds: float, win
         "short_hit_tokens": window.sum("kvstore_short_hit_tokens_total"),
         "missed_tokens": {reason: missed.get(reason, 0.0) for reason in MISS_REASONS} if told else None,
     }
-
-
-def _window_hits(window: Counts) -> float | None:
-    """Of window entries that were asked for; null where no client counts them."""
-    asked = window.by("kvstore_window_lookups_total", "result")
-    return ratio(asked.get("hit", 0.0), sum(asked.values()))
 
 
 def class_rows(kept: Sequence[ClassRetention], window: Counts, contracts: Mapping[str, float]) -> list[Data]:
