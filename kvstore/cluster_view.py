@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -56,14 +57,15 @@ class Report(Protocol):
 
 
 def samples(values: Mapping[str, float], name: str) -> list[tuple[dict[str, str], float]]:
-    """Every series of one metric: its labels and its value."""
-    found: list[tuple[dict[str, str], float]] = []
-    for key, value in values.items():
-        if key == name:
-            found.append(({}, value))
-        elif key.startswith(name + "{"):
-            found.append((dict(_LABEL.findall(key[len(name) :])), value))
-    return found
+    """Every series of one metric: its labels, which are not to be changed, and its value."""
+    front = name + "{"
+    found = [(_labels(key), value) for key, value in values.items() if key.startswith(front)]
+    return [({}, values[name]), *found] if name in values else found
+
+
+@lru_cache(maxsize=1 << 16)  # all nodes have the same keys
+def _labels(key: str) -> dict[str, str]:
+    return dict(_LABEL.findall(key, key.index("{")))
 
 
 def total(values: Mapping[str, float], name: str, **labels: str) -> float:
@@ -178,8 +180,7 @@ def group_lists(cluster_map: ClusterMap) -> NDArray[np.int32]:
     placement = Placement(cluster_map)
     if placement.pg_count <= GROUPS_MAX:
         return placement.table()
-    step = placement.pg_count // GROUPS_MAX
-    return np.array([placement.nodes_of(pg) for pg in range(0, placement.pg_count, step)], np.int32)
+    return placement.lists_of(np.arange(0, placement.pg_count, placement.pg_count // GROUPS_MAX, dtype=np.uint64))
 
 
 def node_retention(report: Report) -> dict[str, NodeRetention]:

@@ -159,14 +159,18 @@ class Placement:
     def table(self) -> NDArray[np.int32]:
         """Every group's list: (2^pg_bits, k+m) node ordinals. Computed once; read-only."""
         if self._table is None:
-            step = max(1, _CHUNK_SCORES // max(len(self._disks), self.shards_count * int(self._disk_counts.max())))
-            table = np.empty((self.pg_count, self.shards_count), np.int32)
-            for at in range(0, self.pg_count, step):
-                groups = np.arange(at, min(at + step, self.pg_count), dtype=np.uint64)
-                table[at : at + len(groups)] = self._place(groups)
+            table = self.lists_of(np.arange(self.pg_count, dtype=np.uint64))
             table.flags.writeable = False
             self._table = table
         return self._table
+
+    def lists_of(self, groups: _U64) -> NDArray[np.int32]:
+        """The lists of some groups, computed anew: (groups, k+m) node ordinals."""
+        step = max(1, _CHUNK_SCORES // max(len(self._disks), self.shards_count * int(self._disk_counts.max())))
+        lists = np.empty((len(groups), self.shards_count), np.int32)
+        for at in range(0, len(groups), step):
+            lists[at : at + step] = self._place(groups[at : at + step])
+        return lists
 
     def shares(self) -> dict[int, float]:
         """Shards of each member, by ordinal, divided by what its weight entitles it to: 1.0 is even."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,8 +51,10 @@ def test_up_starts_tests_itself_and_stops_with_data_kept(tmp_path: Path) -> None
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 0 and "data kept in ~/.local/share/kvstore/dev" in stderr
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    with up(cli, "--no-self-test") as (ready, process):
+    with up(cli, "--no-self-test", "--dashboard", "0") as (ready, process):
         assert ready["data"]["self_test"] is None
+        with urllib.request.urlopen(ready["data"]["dashboard_url"], timeout=20) as page:
+            assert b"<title>kvstore</title>" in page.read()
         assert cli.run("get", "file", "-o", "copy").code == 0
         assert (tmp_path / "copy").read_bytes() == (tmp_path / "file").read_bytes()
         process.send_signal(signal.SIGTERM)

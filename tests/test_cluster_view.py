@@ -99,7 +99,7 @@ def test_of_a_large_map_an_even_sample_of_groups_is_looked_at(monkeypatch: pytes
     everything = cluster_view.group_lists(where)
     monkeypatch.setattr(cluster_view, "GROUPS_MAX", 64)
     sample = cluster_view.group_lists(where)
-    assert len(sample) == 64 and np.array_equal(sample, everything[:: len(everything) // 64])
+    assert len(sample) == 64 and sample.dtype == everything.dtype and np.array_equal(sample, everything[:: len(everything) // 64])
 
 
 def test_space_is_summed_and_the_time_until_it_is_full_follows_from_what_stays() -> None:

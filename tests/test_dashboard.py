@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ from browser import Tab, browser
 from cli_tool import Cli
 from client_tools import SMALL, chain, load, store
 
-from kvstore.client import Client
+from kvstore.client import Client, ClientConfig
 from kvstore.client.metrics import serve_metrics
 from kvstore.http import HttpServer, Page
+from kvstore.live.recent_log import RecentLog
 from kvstore.live.web import page
 from kvstore.server.local import LocalCluster
 
@@ -284,3 +286,37 @@ def test_a_taken_port_and_wrong_words_are_refused(cli: Cli) -> None:
     cli.run("dashboard", "--port", "x").refused(2, "E131")
     cli.run("dashboard", "--client", "ftp://x:1").refused(2, "E140")
     cli.run("dashboard", KVSTORE_MAP="").refused(2, "E141")
+
+
+def test_tenants_and_models_of_the_last_hour_come_from_the_access_log(
+    cli: Cli, cluster: LocalCluster, chromium: object, tmp_path: Path
+) -> None:
+    for tenant, prompts in (("acme", 3), ("umbrella", 1)):
+        config = ClientConfig(access_log=tmp_path / "log", tenant=tenant, model_name="v41")
+        with Client(cluster.map, layout=SMALL, config=config) as client:
+            for _ in range(prompts):
+                client.lookup(chain(32, SMALL))
+    (tmp_path / "log" / "access-damaged.parquet").write_bytes(b"PAR1 and no more")
+    found = RecentLog(tmp_path / "log").data()
+    assert [(row["tenant"], row["requests"], row["input_tokens"]) for row in found["tenants"]] == [
+        ("acme", 3, 3 * 32 * 128),
+        ("umbrella", 1, 32 * 128),
+    ]
+    assert [(row["model"], row["hit_ratio"]) for row in found["models"]] == [("v41", 0.0)] and found["files"] == 2 and found["rows"] == 4
+    assert RecentLog(tmp_path / "log", clock=lambda: time.time() + 4000).data()["rows"] == 0, "an hour, no more"
+    assert "no such file" in RecentLog(tmp_path / "nowhere").data()["error"]
+    with dashboard(cli, "--log", str(tmp_path / "log")) as url, Tab(chromium, url) as tab:
+        shown = tab.text("#log")
+        assert "last 60.0 min: 4 requests in 2 files" in shown and re.search(r"acme\s+12,288\s+0\.0 %", shown) and tab.complaints == []
+
+
+def test_what_grafana_needs_is_written_with_and_without_a_map(cli: Cli, tmp_path: Path) -> None:
+    ran = cli.run("dashboard", "--export", "grafana", tmp_path / "out", "--json")
+    assert ran.code == 0 and {Path(path).name for path in ran.json["data"]["files"]} >= {
+        "kvstore-dashboard.json",
+        "kvstore-rules.yml",
+        "kvstore-nodes.json",
+    }
+    assert cli.run("dashboard", "--export", "grafana", tmp_path / "bare", KVSTORE_MAP="").stdout.count("\n") == 2
+    cli.run("dashboard", "--export", "datadog", tmp_path / "x").refused(2, "--export grafana DIR")
+    cli.run("dashboard", "--log", "nowhere").refused(2, "E100")

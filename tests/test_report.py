@@ -187,6 +187,21 @@ def test_since_is_understood_as_time_ago_and_as_date(tmp_path: Path) -> None:
     cli.run("report", "--log", "log", "--by", "day,colour").refused(2, "E132", "colour", "tenant")
 
 
+def test_flags_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
+    cli = Here(tmp_path)
+    write(tmp_path / "log" / "a.parquet", [row(hit=1)])
+    for arguments, words in (
+        (["--since", "1d"], "--since without --log"),
+        (["--sql", "select 1"], "--sql without --log"),
+        (["--log", "log", "--sql", "select 1", "-o", "x"], "--output with --sql"),
+        (["--log", "log", "--sql", "select 1", "--format", "md"], "--format with --sql"),
+        (["--log", "log", "--datasheet", "--plots", "x"], "--plots with --datasheet"),
+        (["--log", "log", "--csv"], "--csv without --sql"),
+    ):
+        cli.run("report", *arguments).refused(2, "E140", words)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
 def test_invented_rows_add_up_and_are_the_same_each_time(tmp_path: Path) -> None:
     write_log(tmp_path / "a", 150_000, start_ms=1_700_000_000_000)
     write_log(tmp_path / "b", 150_000, start_ms=1_700_000_000_000)

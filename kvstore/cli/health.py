@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.cli.cluster import NodeReport
 from kvstore.cli.codes import HEALTH
 from kvstore.cli.output import Health
-from kvstore.cluster_view import by_label, group_lists, quantile, retention, total
+from kvstore.cluster_view import by_label, group_lists, quantile, retention
 from kvstore.clustermap import ClusterMap
 from kvstore.live.scrape import ClientReport
 from kvstore.placement import Placement
@@ -42,17 +43,19 @@ def evaluate(
     """Checks that fire now, worst first. `earlier` reports, by node id, let checks see movement; `map_age_seconds`: for how long the map
     has been as it is. For how long a fault has lasted and what is muted is not known here: HealthMemory.settle adds it."""
     found: list[Health] = []
-    members = [report for report in reports if report.node in cluster_map.newest.nodes]
+    ids = {node.id for node in cluster_map.newest.nodes}
+    members = [report for report in reports if report.node.id in ids]
     up = [report for report in members if report.up]
     down = [report for report in members if not report.up]
     found += _hosts(cluster_map, up, down)
     found += _losses(cluster_map)
     found += _down(cluster_map, down)
-    found += _stripes(cluster_map, down)
+    lists = group_lists(cluster_map)
+    found += _stripes(cluster_map, down, lists)
     for report in up:
         found += _node(cluster_map, report, (earlier or {}).get(report.node.id), map_age_seconds)
     found += _slow(up)
-    found += _retention(cluster_map, members)
+    found += _retention(cluster_map, members, lists)
     found += _versions(up)
     for client in clients:
         found += _client(client)
@@ -97,11 +100,10 @@ def _down(cluster_map: ClusterMap, down: Sequence[NodeReport]) -> list[Health]:
     return [_health("NODE_DOWN", report.node.id, f"does not answer: {report.error}", severity) for report in down]
 
 
-def _stripes(cluster_map: ClusterMap, down: Sequence[NodeReport]) -> list[Health]:
-    """By placement groups: a map that names few of them all, or an even sample of many."""
+def _stripes(cluster_map: ClusterMap, down: Sequence[NodeReport], lists: NDArray[np.int32]) -> list[Health]:
+    """By placement groups: all of them, or an even sample of many."""
     if not down:
         return []
-    lists = group_lists(cluster_map)
     missing = np.isin(lists, [report.node.ordinal for report in down]).sum(axis=1)
     degraded, lost = int(((missing > 0) & (missing <= cluster_map.m)).sum()), int((missing > cluster_map.m).sum())
     found, of = [], f"of {len(lists):,} placement groups"
@@ -150,7 +152,7 @@ def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | Non
 
 def _own_word(report: NodeReport, code: str) -> bool:
     """What the node found out about itself: kvstore/server/selfcheck.py."""
-    return total(report.values, "kvstore_health_check", code=code) > 0
+    return any(report.values.get(f'kvstore_health_check{{code="{code}",severity="{severity}"}}') for severity in _ORDER)
 
 
 def read_p99_seconds(report: NodeReport) -> float | None:
@@ -193,10 +195,10 @@ def _client(client: ClientReport) -> list[Health]:
     return found
 
 
-def _retention(cluster_map: ClusterMap, reports: Sequence[NodeReport]) -> list[Health]:
+def _retention(cluster_map: ClusterMap, reports: Sequence[NodeReport], lists: NDArray[np.int32]) -> list[Health]:
     return [
         _health("RETENTION_SHORT", each.retention_class, f"keeps {format_seconds(kept)}, contract {format_seconds(contract)}")
-        for each in retention(cluster_map, reports)
+        for each in retention(cluster_map, reports, lists)
         if (kept := each.attained_seconds) is not None and (contract := each.contract_seconds) is not None and kept < contract
     ]
 

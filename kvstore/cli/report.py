@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.cluster import find_map
-from kvstore.cli.output import Output
+from kvstore.cli.output import Output, rfc3339_now
 from kvstore.errors import ConfigError, UsageError
 from kvstore.live.scrape import client_url
 from kvstore.plan.prices import read_prices
@@ -28,6 +28,7 @@ from kvstore.report.present import clients_facts, clients_now, cluster_facts, cl
 from kvstore.report.show import FORMATS, as_html, as_markdown, as_text
 from kvstore.report.value import value_facts, value_of
 from kvstore.units import parse_bytes, parse_seconds
+from kvstore.version import version
 
 SQL_ROWS_SHOWN: Final = 10_000
 MEMORY_BYTES_MIN: Final = 100_000_000
@@ -89,10 +90,7 @@ def run(args: argparse.Namespace) -> int:
     by, period, memory = _by(args.by), _period(args.since, args.until, time.time()), parse_bytes(args.memory, "--memory")
     if memory < MEMORY_BYTES_MIN:
         raise UsageError("E131", f"--memory {args.memory}", "too little for a database", "give 100MB or more")
-    if args.csv and not args.sql:
-        raise UsageError("E140", "--csv without --sql", fix="--json for programs, or add --sql")
-    if args.sql and not args.log:
-        raise UsageError("E140", "--sql without --log", "there is nothing to ask", "--log DIR: what ClientConfig.access_log names")
+    _check_flags(args)
     rate = [] if args.prefill_rate is None else [f"prefill_tokens_per_second={args.prefill_rate}"]
     prices = read_prices(args.prices, [*args.price, *rate])
     urls = [client_url(text) for text in args.clients], [engine_url(text) for text in args.engines]
@@ -136,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
             page.doubts.append("benefit assumes no queueing, and that the engine's own GPU cache would not have had these tokens")
         data = {"measured": {**(measured or {}), "cluster": cluster, "clients": clients, "engines": engines}}
         data |= {"assumed": asdict(prices), "computed": computed, "doubts": page.doubts}
+    page.facts.insert(0, ("as of", f"{rfc3339_now()}, kvstore {version()}"))
     names = {"cluster": cluster["id"], "epoch": cluster["epoch"]} if cluster else {}
     out.result(data, **names)
     figures = charts(measured) if measured and not args.datasheet and (args.plots or args.form == "html") else {}
@@ -143,6 +142,21 @@ def run(args: argparse.Namespace) -> int:
         _plots(args.plots, figures, args.plot_format, out)
     _give(args, page, figures, out)
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """A flag that would do nothing is refused."""
+    of_log = {"--since": args.since, "--until": args.until, "--by": args.by, "--plots": args.plots, "--sql": args.sql}
+    of_pages = {"--output": args.output, "--plots": args.plots, "--datasheet": args.datasheet, "--format": args.form != "text"}
+    rules = (
+        (not args.log, of_log, "without --log", "--log DIR: what ClientConfig.access_log names"),
+        (bool(args.sql), of_pages, "with --sql", "--csv or --json, and a redirection"),
+        (args.datasheet, {"--plots": args.plots}, "with --datasheet", "leave it out"),
+        (not args.sql, {"--csv": args.csv}, "without --sql", "--json for programs, or add --sql"),
+    )
+    for holds, flags, words, fix in rules:
+        if holds and (given := [flag for flag, value in flags.items() if value]):
+            raise UsageError("E140", f"{given[0]} {words}", "does nothing", fix)
 
 
 def _cluster(args: argparse.Namespace, timeout_seconds: float) -> tuple[dict[str, Any] | None, str]:

@@ -15,6 +15,7 @@ from kvstore.errors import UsageError
 from kvstore.live.collector import Collector
 from kvstore.live.frame import Data
 from kvstore.live.keyboard import Keyboard, keys_of
+from kvstore.live.recent_log import RecentLog
 from kvstore.live.scrape import client_url
 from kvstore.live.view import Screen, View, plain_lines, screen_lines
 from kvstore.units import parse_seconds
@@ -52,7 +53,8 @@ def collector_of(args: argparse.Namespace) -> Collector:
     if not 0.1 <= interval <= 3600:
         raise UsageError("E131", f"--interval {args.interval}", fix="0.1s to 1h")
     clients = list(dict.fromkeys(client_url(text) for text in args.clients))
-    return Collector(map_path(args), clients, interval_seconds=interval, timeout_seconds=args.settings["timeout"])
+    log = RecentLog(args.log) if getattr(args, "log", None) else None
+    return Collector(map_path(args), clients, log=log, interval_seconds=interval, timeout_seconds=args.settings["timeout"])
 
 
 def run(args: argparse.Namespace) -> int:

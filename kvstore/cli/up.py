@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.cluster import default_directory
+from kvstore.cli.dashboard import HOST as DASHBOARD_HOST
+from kvstore.cli.dashboard import PORT as DASHBOARD_PORT
+from kvstore.cli.dashboard import port_of, served
 from kvstore.cli.output import Output
 from kvstore.clustermap import Rules
 from kvstore.errors import Unreachable, UsageError
+from kvstore.live.collector import Collector
 from kvstore.placement import Placement
 from kvstore.server.local import PORTS_PER_NODE, LocalCluster
 from kvstore.units import format_bytes
@@ -52,6 +57,8 @@ It listens on 127.0.0.1 only, with no passwords: it is for one machine.
     parser.add_argument("--admit", metavar="RULE", help="what is written: all, or what was asked for before: second-touch (default all)")
     parser.add_argument("--write-budget", metavar="SIZE", help="bytes a day and node; past it, writes as with second-touch, then none")
     parser.add_argument("--fresh", action="store_true", help="erase what the directory holds first")
+    text = f"also serve the page of kvstore dashboard (default port {DASHBOARD_PORT})"
+    parser.add_argument("--dashboard", metavar="PORT", nargs="?", const=str(DASHBOARD_PORT), help=text)
     parser.add_argument("--no-self-test", action="store_true", help="be ready without trying")
     parser.set_defaults(settings_flags=("nodes", "capacity", "port", "io", "policy", "admit", "write_budget"))
 
@@ -78,8 +85,12 @@ def run(args: argparse.Namespace) -> int:
             gone = f"stopped {tested.nodes_stopped} nodes, " if tested.nodes_stopped else ""
             out.step("ok", "self-test", f"wrote {format_bytes(tested.bytes)}, {gone}read back equal, {tested.seconds:.1f} s")
         seconds = time.monotonic() - started
-        _ready(out, cluster, seconds, None if tested is None else vars(tested))
-        _watch(cluster, out, stop)
+        with contextlib.ExitStack() as stack:
+            url = None
+            if args.dashboard is not None:
+                url = stack.enter_context(served(Collector(cluster.map_path), DASHBOARD_HOST, port_of(args.dashboard, "--dashboard")))
+            _ready(out, cluster, seconds, None if tested is None else vars(tested), url)
+            _watch(cluster, out, stop)
     finally:
         cluster.stop()
     out.note(f"stopped; data kept in {_short(directory)}")
@@ -130,12 +141,13 @@ def _nodes(cluster: LocalCluster) -> str:
     return f"{n} of {n}, {cluster.map.k}+{cluster.map.m}, {size} each, {io} (one disk: no protection if it dies)"
 
 
-def _ready(out: Output, cluster: LocalCluster, seconds: float, tested: dict[str, Any] | None) -> None:
+def _ready(out: Output, cluster: LocalCluster, seconds: float, tested: dict[str, Any] | None, url: str | None) -> None:
     nodes = cluster.map.nodes
     option = "" if cluster.directory == default_directory() else f" --map {cluster.map_path}"
     out.line(f"Ready in {seconds:.1f} s.", style="bold")
     out.line("  use    kvstore.client.Client(ClusterMap.load(" + repr(str(cluster.map_path)) + "), layout=...)")
-    out.line(f"  look   kvstore status{option} | kvstore stats{option} | http://{nodes[0].metrics_address}/metrics")
+    out.line(f"  look   kvstore status{option} | kvstore top{option} | http://{nodes[0].metrics_address}/metrics")
+    out.line(f"  page   {url or f'kvstore dashboard{option}'}")
     out.line("  stop   Ctrl-C (data kept; kvstore up --fresh starts empty)")
     sys.stdout.flush()
     data = {
@@ -144,6 +156,7 @@ def _ready(out: Output, cluster: LocalCluster, seconds: float, tested: dict[str,
         "pid": os.getpid(),
         "ready_seconds": round(seconds, 3),
         "self_test": tested,
+        "dashboard_url": url,
         "nodes": [
             {
                 "id": node.id,

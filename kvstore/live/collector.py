@@ -26,6 +26,7 @@ from kvstore.clustermap import ClusterMap
 from kvstore.errors import KvstoreError
 from kvstore.live.counts import Counts, added
 from kvstore.live.frame import Data, class_rows, errors_of, hits_of, node_row, owner_rows, ratio, traffic_of
+from kvstore.live.recent_log import RecentLog
 from kvstore.live.scrape import ClientReport, ask_clients
 from kvstore.placement import Losses, Placement
 
@@ -46,9 +47,18 @@ _KEPT_FAMILIES: Final = ("kvstore_node_requests_total", "kvstore_node_transfer_b
 
 
 class Collector:
-    """The map is read at each poll, so that a new epoch is seen; `clients` are addresses of /metrics pages."""
+    """The map is read at each poll, so that a new epoch is seen; `clients` are addresses of /metrics pages; `log` is an access log."""
 
-    def __init__(self, map_path: Path, clients: Sequence[str] = (), *, interval_seconds: float = 5.0, timeout_seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        map_path: Path,
+        clients: Sequence[str] = (),
+        *,
+        log: RecentLog | None = None,
+        interval_seconds: float = 5.0,
+        timeout_seconds: float = 5.0,
+    ) -> None:
+        self._log = log
         self._map_path = map_path
         self._clients = tuple(clients)
         self.interval_seconds = interval_seconds
@@ -201,6 +211,7 @@ class Collector:
             "hits": hits_of(clients, window, seconds, window_seconds, Counts(client_counts)),
             "classes": class_rows(kept, window, {name: each.keep_seconds for name, each in self.map.classes.items()}),
             "owners": owner_rows(up, window),
+            "log": self._log.data() if self._log else None,
             "clients": [self._client_row(client, now) for client in clients],
             "nodes": rows,
             "health": [vars(check) for check in health],
