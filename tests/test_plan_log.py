@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvstore.errors import InputError
+from kvstore.layout import Layout
 from kvstore.placement import xxh3_64_u64
-from kvstore.plan.accesses import Accesses
+from kvstore.plan.accesses import Accesses, of_requests
 from kvstore.plan.curve import exact_curve
 from kvstore.plan.log import read_log
-from tests.plan_tools import conversation, weka
+from kvstore.replay import ReplayOptions, local_cluster, open_trace, run_replay, shape_of
+from tests.plan_tools import CONVERSATION, conversation, weka
 
 
 def write_log(directory: Path, accesses: Accesses, *, sample: float = 1.0, files: int = 3, schema: str = "kvstore.access/1") -> None:
@@ -55,6 +57,20 @@ def test_a_sampled_log_gives_nearly_the_curve_of_its_trace(tmp_path: Path) -> No
         assert found.unique == pytest.approx(trace.unique, rel=0.05)
         for share in (0.08, 0.25, 1.0):
             assert found.hit_ratio(share * trace.unique) == pytest.approx(exact.hit_ratio(share * trace.unique), abs=0.02)
+
+
+def test_the_log_of_a_replay_on_real_nodes_gives_the_curve_of_its_trace(tmp_path: Path) -> None:
+    requests, layout = list(open_trace(CONVERSATION, request_limit=150)), Layout.single(320)
+    shape = shape_of(requests, layout, 10)
+    with local_cluster(tmp_path / "cluster", shape, 10 * shape.unique_blocks, layout=layout) as cluster:
+        report = run_replay(requests, cluster.map, ReplayOptions(layout=layout, access_log=tmp_path / "log"))
+    trace, log = of_requests(requests, 128), read_log(tmp_path / "log")
+    assert (log.requests, log.unique, len(log.ids)) == (trace.requests, trace.unique, len(trace.ids))
+    assert log.counts.tolist() == trace.counts.tolist()
+    exact, found = exact_curve(trace), exact_curve(log)
+    for share in (0.1, 0.5, 1.0):
+        assert found.hit_blocks(int(share * trace.unique)) == exact.hit_blocks(int(share * trace.unique))
+    assert found.hit_tokens(trace.unique) == report.hit_tokens
 
 
 def test_a_directory_without_a_log_is_refused(tmp_path: Path) -> None:
