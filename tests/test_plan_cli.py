@@ -13,7 +13,7 @@ from kvstore.cli.main import main
 from kvstore.plan.accesses import of_requests
 from kvstore.plan.routing import conversations, decode_gain_blocks, local_hits, predecessors, random_hosts, sticky_hosts
 from kvstore.replay.requests import Request, runs_of
-from tests.plan_tools import CONVERSATION, WEKA, conversation, weka
+from tests.plan_tools import CONVERSATION, WEKA, conversation, weka, write_log
 
 Capture = pytest.CaptureFixture[str]
 
@@ -38,7 +38,39 @@ def test_json_holds_the_published_figures(capsys: Capture) -> None:
     assert [round(row["hit_ratio_by_retention_seconds"]["300"], 3) for row in data["grid"]] == [0.199, 0.284]
     assert [policy["hit_ratio"] for policy in data["policies"]] == pytest.approx([row["hit_ratio"] for row in data["grid"]])
     assert data["loss_points"]["2"]["at_once"] == 0
-    assert data["window_hit_ratios"]["180"] > 0
+    assert data["window_hit_ratios"] == {}  # its ids end at multiples of 512 tokens
+
+
+def test_window_entries_are_looked_for_where_ids_end_at_each_block(capsys: Capture) -> None:
+    data = answer(capsys, str(WEKA), "--requests", "3000")["data"]
+    assert 0.85 < data["window_hit_ratios"]["180"] < 1
+
+
+def test_a_log_is_planned_like_its_trace_and_a_sampled_one_knows_its_limits(capsys: Capture, tmp_path: Path) -> None:
+    trace = conversation(128)
+    for name, sample in (("whole", 1.0), ("part", 0.3)):
+        (tmp_path / name).mkdir()
+        write_log(tmp_path / name, trace, sample=sample)
+    whole, part = (answer(capsys, str(tmp_path / name))["data"] for name in ("whole", "part"))
+    assert round(100 * whole["ideal_hit_ratio"], 3) == 37.356
+    assert part["sample"] == 0.3
+    assert part["ideal_hit_ratio"] == pytest.approx(whole["ideal_hit_ratio"], abs=0.01)
+    assert [row["hit_ratio"] for row in part["grid"]] == pytest.approx([row["hit_ratio"] for row in whole["grid"]], abs=0.02)
+    assert all(row["band_points"] > 0 for row in part["grid"][:-1])
+    assert main(["plan", str(tmp_path / "part"), "--policy", "all"]) == 2
+    assert "E142" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "whole"), "--explain", str(tmp_path / "a.md")]) == 2
+    assert "E142" in capsys.readouterr().err
+
+
+def test_the_smallest_sources_are_planned_or_refused(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = {"t": 5, "s": 1, "in": 130, "out": 1, "runs": [[7, 1]]}
+    path.write_text(json.dumps(line) + "\n")
+    assert answer(capsys, str(path), "--capacity", "100%")["data"]["ideal_hit_ratio"] == 0
+    path.write_text(json.dumps({**line, "in": 100, "runs": []}) + "\n")
+    assert main(["plan", str(path)]) == 2
+    assert "E111" in capsys.readouterr().err
 
 
 def test_a_sample_shows_its_band(capsys: Capture) -> None:

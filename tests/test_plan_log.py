@@ -5,36 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from kvstore.errors import InputError
 from kvstore.layout import Layout
-from kvstore.placement import xxh3_64_u64
-from kvstore.plan.accesses import Accesses, of_requests
+from kvstore.plan.accesses import of_requests
 from kvstore.plan.curve import exact_curve
 from kvstore.plan.log import read_log
 from kvstore.replay import ReplayOptions, local_cluster, open_trace, run_replay, shape_of
-from tests.plan_tools import CONVERSATION, conversation, weka
-
-
-def write_log(directory: Path, accesses: Accesses, *, sample: float = 1.0, files: int = 3, schema: str = "kvstore.access/1") -> None:
-    """As docs/ACCESS_LOG.md says, in several files that are not in order."""
-    prints = xxh3_64_u64(accesses.fingerprints, np.full(1, 99, np.uint64))[accesses.ids]  # the salt's work
-    rows = np.split(prints, accesses.ends[:-1].astype(np.int64))
-    lists = [row[row < sample * 2.0**64] if sample < 1 else row for row in rows]
-    head = json.dumps({"schema": schema, "block_tokens": accesses.block_tokens, "sample": sample})
-    for number, part in enumerate(np.array_split(np.arange(accesses.requests), files)):
-        table = pa.table(
-            {
-                "time": pa.array(accesses.times_ms[part].astype(np.int64), pa.timestamp("ms", "UTC")),
-                "input_tokens": pa.array(accesses.input_tokens[part].astype(np.uint32)),
-                "blocks": pa.array([lists[at] for at in part], pa.list_(pa.uint64())),
-            }
-        ).replace_schema_metadata({"kvstore": head})
-        pq.write_table(table, directory / f"access-{files - number}.parquet")
+from tests.plan_tools import CONVERSATION, conversation, weka, write_log
 
 
 def test_a_log_gives_the_curve_of_its_trace(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ start here:
   kvstore top                        the same live
   kvstore put FILE && kvstore get FILE -o COPY
   kvstore replay trace.jsonl         what hit rate would your own traffic have?
+  kvstore plan trace.jsonl           how many nodes, for which hit rate and retention?
   kvstore explain NODE_DOWN          what a health or error code means
 
 exit codes: 0 done, 1 the answer is bad, 2 usage or input, 3 not reachable, 4 refused for safety, 70 a bug of ours, 130 Ctrl-C

@@ -19,6 +19,7 @@ from kvstore.plan.policies import Outcome, chosen, compare
 from kvstore.plan.prices import read_prices
 from kvstore.plan.reuse import Reuse, kept_text, reuse_of
 from kvstore.plan.windows import BOTH, window_use
+from kvstore.replay.requests import BLOCK_TOKENS
 from kvstore.replay.trace import open_trace
 from kvstore.units import format_bytes, format_seconds, parse_bytes
 
@@ -34,7 +35,7 @@ def plan(args: argparse.Namespace, out: Output) -> int:
         from kvstore.plots import format_of
 
         format_of(args.plot)
-    accesses = _source(args, args.sources[0], out)
+    accesses, has_windows = _source(args, args.sources[0], out)
     whole = accesses.sample == 1 and args.sample is None
     curve = exact_curve(accesses) if args.sample is None else sampled_curve(accesses, args.sample, args.seed)
     if args.sample is not None:
@@ -43,7 +44,7 @@ def plan(args: argparse.Namespace, out: Output) -> int:
     capacities = _capacities(args.cache_sizes, curve.unique, args.block_bytes)
     _show_source(accesses, curve, args.block_bytes, out)
     grid = _show_grid(reuse, curve, capacities, args, out)
-    windows = _show_windows(reuse, out) if whole else {}
+    windows = _show_windows(reuse, out) if whole and has_windows else {}
     outcomes = compare(accesses, policies, [max(1, int(blocks)) for blocks in capacities.values()]) if policies else []
     if outcomes:
         _show_policies(outcomes, list(capacities), args.block_bytes, out)
@@ -105,11 +106,13 @@ def explain(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _source(args: argparse.Namespace, path: Path, out: Output) -> Accesses:
+def _source(args: argparse.Namespace, path: Path, out: Output) -> tuple[Accesses, bool]:
+    """The source, and whether its ids end at every multiple of 128 tokens, as window entries do: a Mooncake trace's do at 512."""
     if is_log(path):
         if args.variant != "plain":
             raise UsageError("E140", "--variant with an access log", "a log has its own times", "leave it out")
-        return read_log(path, rate=args.sample or 1.0)
+        log = read_log(path, rate=1.0 if args.sample is None else args.sample)
+        return log, log.block_tokens == BLOCK_TOKENS
     trace = open_trace(path, block_tokens=args.block_tokens, variant=args.variant, skip_bad=args.skip_bad, request_limit=args.requests)
     skipped: list[InputError] = []
     accesses = of_requests(trace.read(skipped.append), args.block_tokens, has_sessions=trace.format == "weka")
@@ -117,7 +120,7 @@ def _source(args: argparse.Namespace, path: Path, out: Output) -> Accesses:
         out.warn(str(error))
     if len(skipped) > 3:
         out.warn(f"and {len(skipped) - 3} more lines skipped")
-    return accesses
+    return accesses, trace.format == "weka"
 
 
 def _capacities(text: str, unique: float, block_bytes: int) -> dict[str, float]:

@@ -45,6 +45,8 @@ def read_log(directory: Path, *, rate: float = 1.0) -> Accesses:
     sorted_counts = counts[order]
     ends = np.cumsum(sorted_counts)
     picked = np.repeat(starts[order] - (ends - sorted_counts), sorted_counts) + np.arange(int(counts.sum()))
+    if not len(blocks):
+        raise InputError("E111", str(directory), "no blocks in its rows: nothing to plan from", "log them: docs/ACCESS_LOG.md, `blocks`")
     ids, fingerprints = numbered(blocks[picked])
     return Accesses(
         ids=ids,
