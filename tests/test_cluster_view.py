@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from client_tools import V41, chain, store, until
 
 from kvstore import cluster_view
+from kvstore.cli.cluster import ask_nodes
+from kvstore.client import Client
 from kvstore.cluster_view import ClassRetention, retention
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.placement import Placement
 from kvstore.server.activity import Grown, Growth
+from kvstore.server.local import LocalCluster
 
 DAY = 86400.0
 
@@ -164,3 +170,33 @@ def test_labels_select_series_whatever_their_order_and_names_do_not_match_by_the
     assert cluster_view.total(values, "a_total") == 7.0 and cluster_view.total(values, "a_total", y="2") == 3.0
     assert cluster_view.by_label(values, "a_total", "x", y="2") == {"1": 1.0, "3": 2.0}
     assert cluster_view.difference(values, {"a_total": 1.0})["a_total"] == 3.0
+
+
+def test_in_a_real_cluster_that_drops_for_room_everything_younger_than_attained_can_be_read(tmp_path: Path) -> None:
+    """Fills three nodes over and over for some seconds; then every extent that was stored is looked up again."""
+    with (
+        LocalCluster(tmp_path, 3, capacity_bytes=64 << 20, k=2, m=1, bucket_seconds=1) as cluster,
+        Client(cluster.map, layout=V41) as client,
+    ):
+        began, stored = time.time(), []
+        while time.time() < began + 6 or not all(node_has_dropped(cluster)):
+            assert time.time() < began + 60
+            due = began + 0.1 * len(stored)  # so that a node keeps some seconds
+            until(lambda due=due: time.time() >= due, "the next extent")
+            keys = chain(32, V41)
+            stored.append((keys, time.time()))
+            store(client, keys)
+        reports = ask_nodes(cluster.map, 10)
+        found, asked = only(retention(cluster.map, reports)), time.time()
+        assert found.attained_seconds is not None and found.short and found.contract_seconds == 7 * DAY
+        assert 0 < found.attained_seconds < asked - began and found.reached_ratio == 0.0
+        assert sum(node.dropped_early_bytes for node in found.nodes.values()) == found.early_bytes == found.evicted_bytes > 0
+        young = [keys for keys, at in stored if asked - at < found.attained_seconds - 1]  # a bucket is a second long
+        assert young and all(client.lookup(keys).hit_blocks == len(keys) for keys in young)
+        assert client.lookup(stored[0][0]).hit_blocks == 0, "the oldest is gone"
+        there = cluster_view.space(reports)
+        assert there.evicting and there.seconds_until_full is None and there.by_class["chat"] == there.used_bytes == found.used_bytes
+
+
+def node_has_dropped(cluster: LocalCluster) -> list[bool]:
+    return [cluster_view.total(report.values, "kvstore_evicted_bytes_total", reason="lru") > 0 for report in ask_nodes(cluster.map, 10)]
