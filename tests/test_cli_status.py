@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cli_tool import Cli
 
-from kvstore.cli import status
+from kvstore.cli import stats, status
 from kvstore.cli.cluster import NodeReport, ask_nodes
 from kvstore.cli.codes import HEALTH
 from kvstore.cli.health import evaluate, overall
@@ -295,3 +295,12 @@ def test_a_dead_nodes_ports_stay_with_its_cluster(cluster: LocalCluster, monkeyp
         assert not kept & set(free_ports(3)), "another cluster would be given these"
     finally:
         cluster.restart(3)
+
+
+def test_a_node_that_was_out_of_sight_does_not_count_its_whole_life_as_one_interval() -> None:
+    where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(3)], k=1, m=1)
+    life = {'kvstore_node_transfer_bytes_total{direction="out"}': 5e9, 'kvstore_node_requests_total{op="read",result="ok"}': 100.0}
+    hidden = [report(where, 0, values=life), report(where, 1, state="down", error="no answer"), report(where, 2, state="down", error="x")]
+    seen = [report(where, 0, values=life), report(where, 1, values=life), replace(report(where, 2, values=life), uptime_seconds=1.0)]
+    seen = [replace(each, uptime_seconds=each.uptime_seconds or 1000.0) for each in seen]
+    assert stats._Frame.between(hidden, seen, 10.0).numbers["read"] == 5e8, "only of the one that began a second ago"

@@ -7,9 +7,10 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from cli_tool import ROOT
+from cli_tool import ROOT, Cli
 from client_tools import SMALL, chain, load, store
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,11 +19,14 @@ from kvstore.client import Client
 from kvstore.client.metrics import serve_metrics
 from kvstore.cluster_view import merged, quantile
 from kvstore.errors import UsageError
+from kvstore.layout import Layout
 from kvstore.live.collector import Collector
 from kvstore.live.counts import Counts, added, joined, split
+from kvstore.live.frame import Data
 from kvstore.live.scrape import ask_clients, client_url, parse
 from kvstore.metrics import CLIENT, COMMON, NODE
-from kvstore.server.local import LocalCluster
+from kvstore.replay import ReplayOptions, open_trace, run_replay
+from kvstore.server.local import LocalCluster, free_ports
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +205,18 @@ def test_every_metric_that_is_read_here_is_one_that_is_exported() -> None:
     read = {name for path in (ROOT / "kvstore/live").iterdir() for name in re.findall(r"\bkvstore_[a-z_]+[a-z]\b", path.read_text())}
     words = {f"kvstore_{word}_tokens_total" for word in ("hit", "lookup")}  # f-strings
     assert len(read) > 15 and {re.sub(r"_(count|bucket|sum)$", "", name) for name in read | words} - exported == set()
+
+
+def test_a_replay_can_be_watched_while_it_plays(cluster: LocalCluster, tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    watched = collector_of(cluster, client_url(f"127.0.0.1:{port}"))
+    frames: list[Data] = []
+    trace = open_trace(ROOT / "kvstore/replay/conversation_300.jsonl.gz", request_limit=4)
+    options = ReplayOptions(layout=Layout.single(320), metrics_port=port, before_request=lambda _: frames.append(watched.poll()))
+    run_replay(trace, cluster.map, options)
+    assert len(frames) == 4 and all(frame["hits"]["clients_up"] == 1 for frame in frames)
+    assert frames[-1]["hits"]["lookup_tokens"] > 0, "seen before it ends"
+    words = ("--requests", "3", "--block-bytes", "320", "--map", cluster.map_path, "--serve-metrics", str(port))
+    said = Cli(tmp_path).run("replay", ROOT / "kvstore/replay/conversation_300.jsonl.gz", *words)
+    assert said.code == 0 and f"kvstore dashboard --map {cluster.map_path} --client http://127.0.0.1:{port}" in said.stderr
+    Cli(tmp_path).run("replay", "x.jsonl", "--serve-metrics", "0").refused(2, "E131")

@@ -92,8 +92,9 @@ class _Frame:
 
     @classmethod
     def between(cls, before: Sequence[NodeReport], after: Sequence[NodeReport], seconds: float) -> _Frame:
-        # A node that was away in between, or started again, counts from its start.
-        pairs = [(new.values, old.values if old.up and old.pid == new.pid else {}) for old, new in zip(before, after, strict=True)]
+        # One that started in this interval counts from its start; of one that was out of sight at the last look nothing is known yet.
+        seen = [(new, old.up and old.pid == new.pid, old) for old, new in zip(before, after, strict=True) if new.up]
+        pairs = [(new.values, old.values if same else {}) for new, same, old in seen if same or new.uptime_seconds <= seconds]
         did = merged(difference(new, old) for new, old in pairs)
         up = [report for report in after if report.up]
         capacity = sum(report.capacity_bytes for report in up)
