@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from store_tools import NO_SPACE, OK, OWNER, Store, promise, read, record_of
 
-from kvstore.clustermap import POLICIES
+from kvstore.cli.main import main
+from kvstore.clustermap import POLICIES, Rules
 from kvstore.entry import REUSED
 from kvstore.errors import ConfigError
 from kvstore.gc import EvictionPolicy, Evictor
 from kvstore.record import Record, build
+from kvstore.server.config import NodeConfig
+from kvstore.server.local import LocalCluster
 
 CHAT = 2
 PAGE = 4096
@@ -174,3 +177,20 @@ def test_no_policy_drops_the_head_of_a_prompt_before_its_tail(tmp_path: Path, po
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="lru, s3fifo, sieve"):
         EvictionPolicy.of_classes(replacement="fifo")
+
+
+def test_a_daemon_goes_by_its_map_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path / "map", 1, capacity_bytes=128 << 20, rules=Rules("s3fifo")) as cluster:
+        assert "replacement s3fifo" in cluster.log_path(0).read_text()
+    told = LocalCluster(tmp_path / "flag", 1, capacity_bytes=128 << 20, rules=Rules("s3fifo"), extra_arguments=("--policy", "sieve"))
+    with told as cluster:
+        assert "replacement sieve" in cluster.log_path(0).read_text()
+    with pytest.raises(ConfigError, match="give one of lru"):
+        NodeConfig(tmp_path, policy="fifo")
+
+
+def test_rules_of_a_local_cluster_are_refused_beside_a_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    assert main(["replay", str(trace), "--map", str(tmp_path / "map.toml"), "--policy", "sieve"]) == 2
+    assert "--policy with --map" in capsys.readouterr().err

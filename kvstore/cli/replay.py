@@ -142,6 +142,9 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("E100", f"--log {args.log}", "is no file", "name a file")
     if args.log and not args.log.parent.is_dir():
         raise UsageError("E100", f"--log {args.log}", f"{args.log.parent} is no directory", "name a file in a folder that exists")
+    if args.settings["map"] and (given := [flag for flag in ("policy", "admit", "write_budget") if getattr(args, flag)]):
+        what = f"--{given[0].replace('_', '-')} with --map"
+        raise UsageError("E140", what, "an existing cluster has the rules of its map", "leave one of them out")
     if args.settings["map"] and args.data:
         raise UsageError("E140", "--data with --map", "an existing cluster has its own directories", "leave one of them out")
 

@@ -191,6 +191,8 @@ class Node:
         self.log.info(f"index {self.index_start}, {stats['entries']} extents{loaded}")
         if stats["filter_start"] and not loaded:
             self.log.warn(f"saved filter ignored: {stats['filter_start']}; the start scan builds another")
+        if rule != "lru":
+            self.log.info(f"replacement {rule}")
         self.store.set_admission(self.map.rules.admit == "second-touch", self.map.rules.write_budget_bytes)
         self._evictions.contract_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
         self.evictor = Evictor(self.store, policy, self._evictions.evicted)
