@@ -304,3 +304,21 @@ def test_a_node_that_was_out_of_sight_does_not_count_its_whole_life_as_one_inter
     seen = [report(where, 0, values=life), report(where, 1, values=life), replace(report(where, 2, values=life), uptime_seconds=1.0)]
     seen = [replace(each, uptime_seconds=each.uptime_seconds or 1000.0) for each in seen]
     assert stats._Frame.between(hidden, seen, 10.0).numbers["read"] == 5e8, "only of the one that began a second ago"
+
+
+def test_of_many_faults_alike_three_are_told_and_the_others_counted(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
+    """Nodes of a map that has ten more than run: the last line counts those that are not named."""
+    ghosts = [Node(f"ghost-{i}", f"ghost-{i}", f"127.0.0.1:{10 + 2 * i}", f"127.0.0.1:{11 + 2 * i}") for i in range(10)]
+    ClusterMap.local([*cluster.map.nodes, *ghosts]).save(tmp_path / "more.toml")
+    ran = cli.run("status", "--map", "more.toml")
+    lines = [line for line in ran.stdout.splitlines() if " NODE_DOWN " in line]
+    assert len(lines) == 4 and lines[-1].endswith("and 7 more, all in --json"), ran.stdout
+    found = cli.run("status", "--map", "more.toml", "--json").json["health"]
+    assert sum(check["code"] == "NODE_DOWN" for check in found) == 10
+
+
+def test_a_class_that_keeps_nothing_whole_is_said_in_words() -> None:
+    where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(12)])
+    reports = [report(where, i, values=kept(0.0, lru=3.0)) for i in range(12)]
+    assert [status._kept_words(each) for each in retention(where, reports)] == ["chat less than a minute of 7.0 d"]
+    assert [check.summary for check in evaluate(where, reports)] == ["keeps less than a minute, contract 7.0 d"]

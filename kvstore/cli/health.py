@@ -197,10 +197,15 @@ def _client(client: ClientReport) -> list[Health]:
 
 def _retention(cluster_map: ClusterMap, reports: Sequence[NodeReport], lists: NDArray[np.int32]) -> list[Health]:
     return [
-        _health("RETENTION_SHORT", each.retention_class, f"keeps {format_seconds(kept)}, contract {format_seconds(contract)}")
+        _health("RETENTION_SHORT", each.retention_class, f"keeps {age_words(kept)}, contract {format_seconds(contract)}")
         for each in retention(cluster_map, reports, lists)
         if (kept := each.attained_seconds) is not None and (contract := each.contract_seconds) is not None and kept < contract
     ]
+
+
+def age_words(seconds: float) -> str:
+    """Ages are counted in time buckets, of a minute as a rule."""
+    return format_seconds(seconds) if seconds else "less than a minute"
 
 
 def _refused_for_space(report: NodeReport) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.cli.cluster import NodeReport
-from kvstore.cli.health import evaluate, read_p99_seconds
+from kvstore.cli.health import age_words, evaluate, read_p99_seconds
 from kvstore.cluster_view import retention, total
 from kvstore.clustermap import ClusterMap
 from kvstore.placement import Placement
@@ -52,7 +52,7 @@ def _kept(cluster_map: ClusterMap, up: Reports) -> str:
     found = retention(cluster_map, up)
     return (
         ", ".join(
-            f"{each.retention_class} {'all' if each.attained_seconds is None else format_seconds(each.attained_seconds)}"
+            f"{each.retention_class} {'all' if each.attained_seconds is None else age_words(each.attained_seconds)}"
             + (f" of {format_seconds(each.contract_seconds)}" if each.contract_seconds else "")
             for each in found
         )

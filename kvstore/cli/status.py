@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from kvstore.cli.cluster import NodeReport, ask_nodes, find_map, map_path, require_some
-from kvstore.cli.health import evaluate, overall
+from kvstore.cli.health import age_words, evaluate, overall
 from kvstore.cli.health_memory import HealthMemory, muted_words
 from kvstore.cli.output import STYLES, Output, rfc3339_now
 from kvstore.cluster_view import ClassRetention, Space, quantile, retention, space
@@ -19,6 +20,8 @@ from kvstore.live.scrape import ask_clients, client_url
 from kvstore.placement import Losses, Placement
 from kvstore.units import format_bytes, format_seconds
 from kvstore.version import version
+
+ALIKE_MAX: Final = 4  # lines of one code and severity
 
 
 def add_parser(subparsers: Any) -> None:
@@ -96,7 +99,16 @@ def _show(
     checks = f"  {count} check{'s' if count != 1 else ''}" if count else ""
     out.line(f"health   {word}{checks}{muted}", style=STYLES.get(word, "green"))
     width = max((len(check.code) for check in shown), default=0)
+    alike = Counter((check.severity, check.code) for check in shown)
+    told: Counter[tuple[str, str]] = Counter()
     for check in shown:
+        kind = check.severity, check.code
+        told[kind] += 1
+        if alike[kind] > ALIKE_MAX and told[kind] >= ALIKE_MAX:  # one rack down must not push the rest off the screen
+            if told[kind] == ALIKE_MAX:
+                more = f"and {alike[kind] - ALIKE_MAX + 1} more, all in --json"
+                out.line(f"  {check.severity:<4} {check.code:<{width}}  {more}", STYLES.get(check.severity))
+            continue
         subject = "" if check.subject == "cluster" else f"{check.subject} "
         out.line(
             f"  {check.severity:<4} {check.code:<{width}}  {subject}{check.summary}     kvstore explain {check.code}",
@@ -152,7 +164,7 @@ def _kept_words(each: ClassRetention) -> str:
     contract = "" if each.contract_seconds is None else f" of {format_seconds(each.contract_seconds)}"
     if each.attained_seconds is None:
         return f"{each.retention_class} all, oldest {format_seconds(each.oldest_seconds)}{contract}"
-    return f"{each.retention_class} {format_seconds(each.attained_seconds)}{contract}"
+    return f"{each.retention_class} {age_words(each.attained_seconds)}{contract}"
 
 
 def _reached(kept: Sequence[ClassRetention]) -> str:
