@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pyarrow as pa
@@ -240,6 +241,24 @@ def test_without_duckdb_the_error_names_what_to_install(tmp_path: Path) -> None:
     cli = Cli(tmp_path)
     path = f"{tmp_path / 'shadow'}:{cli.environ['PYTHONPATH']}"
     cli.run("report", "--log", "log", PYTHONPATH=path).refused(2, "E160", "pip install 'kvstore[report]'")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_report_that_is_stopped_leaves_no_temporary_directory(tmp_path: Path, number: signal.Signals) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    write(tmp_path / "log" / "a.parquet", [row(hit=100)])
+    endless = "select range from range(1000000000000)"
+    running = Cli(tmp_path).start("report", "--log", "log", "--csv", "--sql", endless, TMPDIR=str(scratch))
+    try:
+        assert running.stdout is not None and running.stdout.readline() == "range\n"
+        assert list(scratch.iterdir())
+        running.send_signal(number)
+        _, stderr = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert running.returncode == 130 and "E701" in stderr
+    assert not list(scratch.iterdir())
 
 
 def test_a_database_keeps_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvstore.cli.cluster import find_map
 from kvstore.cli.output import Output, rfc3339_now
+from kvstore.cli.signals import interrupted_by_signals
 from kvstore.errors import ConfigError, UsageError
 from kvstore.live.scrape import client_url
 from kvstore.plan.prices import read_prices
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     prices = read_prices(args.prices, [*args.price, *rate])
     urls = [client_url(text) for text in args.clients], [engine_url(text) for text in args.engines]
     if args.log:
-        with opened(find_logs(args.log), period, memory) as database:
+        with interrupted_by_signals(), opened(find_logs(args.log), period, memory) as database:
             if args.sql:
                 return _sql(database, args, out)
             measured: dict[str, Any] | None = measure(database, by)
