@@ -120,6 +120,8 @@ def _source(args: argparse.Namespace, path: Path, out: Output) -> tuple[Accesses
         out.warn(str(error))
     if len(skipped) > 3:
         out.warn(f"and {len(skipped) - 3} more lines skipped")
+    if not len(accesses.ids):
+        raise InputError("E111", str(path), "no prompt in it is as long as a block", "name another trace")
     return accesses, trace.format == "weka"
 
 
