@@ -36,6 +36,7 @@ SALT_BYTES: Final = 16
 ROWS_MAX: Final = 100_000  # of a file
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
+_own = secrets.token_hex(4)  # hosts may share a folder, and pids
 
 
 def schema() -> pa.Schema:
@@ -139,7 +140,7 @@ class AccessLog:
         ]
         about = {"schema": SCHEMA_NAME, "block_tokens": self._block_tokens, "sample": self._sample, "version": version()}
         table = pa.Table.from_arrays(columns, schema=fields.with_metadata({"kvstore": json.dumps(about)}))
-        name = f"access-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{next(_numbers)}.parquet"
+        name = f"access-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{_own}-{next(_numbers)}.parquet"
         part = self._directory / f".{name}.part"
         try:
             pq.write_table(table, part, compression="zstd", use_dictionary=["tenant", "model", "retention_class"])

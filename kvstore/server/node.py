@@ -235,7 +235,8 @@ class Node:
             self._traffic.sample()
             self._growth.sample()
             if now >= wear_due:
-                wear_due, self._facts.wear_ratio = now + WEAR_LOOK_SECONDS, wear_ratio(self.config.data_dir)
+                wear_due = now + WEAR_LOOK_SECONDS
+                threading.Thread(target=self._read_wear, name="kvstore-wear", daemon=True).start()  # a disk may take seconds to tell
             self._look_at_itself(self._check)
             behind = now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch
             if self._reload.is_set() or (behind and self._map_mark() != self._mark_read):
@@ -360,6 +361,9 @@ class Node:
             oldest = [bucket for bucket, _, _ in store.peek(number, owner, 1)]
             found.append(Holding(class_of(number), owner, used_bytes, max(0.0, float(seconds * (now - oldest[0]))) if oldest else 0.0))
         return found
+
+    def _read_wear(self) -> None:
+        self._facts.wear_ratio = wear_ratio(self.config.data_dir)
 
     def _look_at_itself(self, check: SelfCheck) -> None:
         check.look()

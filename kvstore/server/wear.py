@@ -20,10 +20,9 @@ SYS: Final = Path("/sys")
 def wear_ratio(directory: Path, sys: Path = SYS) -> float | None:
     """0..1, and above where a disk outlives its rating; of several disks under one file system the most. None: not known."""
     try:
-        device = directory.stat().st_dev
-    except OSError:
+        known = [wear for disk in disks_of(directory.stat().st_dev, sys) if (wear := _of_disk(disk, sys)) is not None]
+    except OSError:  # no directory, or no descriptor left to look with
         return None
-    known = [wear for disk in disks_of(device, sys) if (wear := _of_disk(disk, sys)) is not None]
     return max(known, default=None)
 
 
