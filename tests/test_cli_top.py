@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def cli(tmp_path: Path, cluster: LocalCluster) -> Cli:
-    return Cli(tmp_path, KVSTORE_MAP=str(cluster.map_path), TERM="xterm-256color", LC_ALL="C.UTF-8")
+    return Cli(tmp_path, KVSTORE_MAP=str(cluster.map_path), TERM="xterm-256color", LC_ALL="C.UTF-8", COLUMNS="80", LINES="24")
 
 
 def _own_terminal() -> None:

@@ -92,6 +92,7 @@ def _stream(out: Output, collector: Collector, once: bool) -> int:
 
 
 def _live(out: Output, collector: Collector) -> int:
+    from rich.console import ConsoleDimensions
     from rich.live import Live
 
     console, view = out.stdout, View()
@@ -104,11 +105,12 @@ def _live(out: Output, collector: Collector) -> int:
             while True:
                 if not view.paused:
                     frame = collector.frame
-                size = console.size
+                size = os.get_terminal_size(sys.stdout.fileno())
+                console.size = ConsoleDimensions(size.columns, size.lines)  # COLUMNS and LINES know of no change
                 assert frame is not None
                 state = (id(frame), size, vars(view).copy(), _stale(collector))
                 if state != drawn:
-                    live.update(_screen(frame, collector, view, Screen(size.width, size.height, ascii_only)), refresh=True)
+                    live.update(_screen(frame, collector, view, Screen(size.columns, size.lines, ascii_only)), refresh=True)
                     drawn = state
                 if not _act(keys, view):
                     return 0
