@@ -67,7 +67,9 @@ def test_the_smallest_sources_are_planned_or_refused(capsys: Capture, tmp_path: 
     path = tmp_path / "trace.jsonl"
     line = {"t": 5, "s": 1, "in": 130, "out": 1, "runs": [[7, 1]]}
     path.write_text(json.dumps(line) + "\n")
-    assert answer(capsys, str(path), "--capacity", "100%")["data"]["ideal_hit_ratio"] == 0
+    assert answer(capsys, str(path), "--policy", "all")["data"]["ideal_hit_ratio"] == 0
+    assert main(["plan", str(path), "--explain", str(tmp_path / "a.md")]) == 2
+    assert "too few to explain" in capsys.readouterr().err
     path.write_text(json.dumps({**line, "in": 100, "runs": []}) + "\n")
     assert main(["plan", str(path)]) == 2
     assert "E111" in capsys.readouterr().err

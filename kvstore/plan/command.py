@@ -15,7 +15,7 @@ from kvstore.plan.buy import Choice, Planner, Purchase, Spec
 from kvstore.plan.cluster import loss_points, parse_nodes, rooms
 from kvstore.plan.curve import Curve, exact_curve, sampled, sampled_curve
 from kvstore.plan.log import is_log, read_log
-from kvstore.plan.policies import Outcome, chosen, compare
+from kvstore.plan.policies import Outcome, chosen, compare, require_every_block
 from kvstore.plan.prices import read_prices
 from kvstore.plan.reuse import Reuse, kept_text, reuse_of
 from kvstore.plan.windows import BOTH, window_use
@@ -36,6 +36,9 @@ def plan(args: argparse.Namespace, out: Output) -> int:
 
         format_of(args.plot)
     accesses, has_windows = _source(args, args.sources[0], out)
+    source = accesses
+    if policies:
+        require_every_block(source)
     whole = accesses.sample == 1 and args.sample is None
     curve = exact_curve(accesses) if args.sample is None else sampled_curve(accesses, args.sample, args.seed)
     if args.sample is not None:
@@ -45,7 +48,7 @@ def plan(args: argparse.Namespace, out: Output) -> int:
     _show_source(accesses, curve, args.block_bytes, out)
     grid = _show_grid(reuse, curve, capacities, args, out)
     windows = _show_windows(reuse, out) if whole and has_windows else {}
-    outcomes = compare(accesses, policies, [max(1, int(blocks)) for blocks in capacities.values()]) if policies else []
+    outcomes = compare(source, policies, [max(1, int(blocks)) for blocks in capacities.values()]) if policies else []
     if outcomes:
         _show_policies(outcomes, list(capacities), args.block_bytes, out)
     spec = _spec(args, accesses)
@@ -129,7 +132,8 @@ def _capacities(text: str, unique: float, block_bytes: int) -> dict[str, float]:
     found = {}
     for part in (each.strip() for each in text.split(",")):
         if part.endswith("%") and part[:-1].replace(".", "", 1).isdigit():
-            blocks = float(int(unique * float(part[:-1]) / 100 + 1e-9))
+            share = float(part[:-1]) / 100
+            blocks = float(max(share > 0, int(unique * share + 1e-9)))  # of a small source a share is a block at least
         else:
             blocks = float(parse_bytes(part, "--capacity") // block_bytes)
         if blocks < 1:

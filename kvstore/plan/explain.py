@@ -35,6 +35,7 @@ WINDOW_KEEPS: Final = (10, 30, 60, 180, 600, 3600)
 WINDOW_KEEP: Final = 180
 ROOM: Final = 0.10  # of the unique blocks, where one capacity stands for all
 BLOCK_BYTES: Final = 113_920
+UNIQUE_MIN: Final = 3200  # 1% of them in blocks 32 times as long is still a block
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,12 @@ def _subjects(path: Path) -> list[Subject]:
 
     def read(block_tokens: int, variant: Variant = "plain") -> Accesses:
         trace = open_trace(path, block_tokens=block_tokens, variant=variant)
-        return of_requests(trace, block_tokens, has_sessions=trace.format == "weka")
+        accesses = of_requests(trace, block_tokens, has_sessions=trace.format == "weka")
+        if accesses.unique < UNIQUE_MIN:
+            raise InputError(
+                "E111", str(path), f"{accesses.unique} unique blocks are too few to explain", f"take a trace of {UNIQUE_MIN} or more"
+            )
+        return accesses
 
     if open_trace(path).format == "mooncake":
         return [Subject("conversation", read(MOONCAKE_BLOCK_TOKENS), 7 * 86_400, windows=False)]

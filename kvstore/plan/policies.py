@@ -64,10 +64,15 @@ def chosen(names: str) -> list[Policy]:
     return [POLICIES[name] for name in wanted]
 
 
-def simulate(accesses: Accesses, policy: Policy, capacity_blocks: int) -> Outcome:
-    """Plays every request. A sampled log cannot tell which blocks lead: raises UsageError."""
+def require_every_block(accesses: Accesses) -> None:
+    """Raises UsageError for a log that holds a sample."""
     if accesses.sample < 1:
         raise UsageError("E142", "--policy", "needs every block, this log holds a sample", "take a log with sample 1.0, or a trace")
+
+
+def simulate(accesses: Accesses, policy: Policy, capacity_blocks: int) -> Outcome:
+    """Plays every request. A sampled log cannot tell which blocks lead: raises UsageError."""
+    require_every_block(accesses)
     limit = {"second-touch": MEMORY_CAPACITIES * capacity_blocks, "write-budget": DRIVE_WRITES_A_DAY * capacity_blocks}
     hits, written, held = (np.empty(accesses.requests, np.uint32) for _ in range(3))
     trace = (accesses.ids, accesses.ends, accesses.times_ms, accesses.unique)
