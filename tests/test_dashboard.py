@@ -134,6 +134,23 @@ def test_a_killed_node_turns_the_page_to_warn_and_is_named_until_it_is_back(url:
         assert tab.complaints == [] and tab.hosts == {urlsplit(url).netloc}
 
 
+def test_what_is_muted_stays_in_sight_and_does_not_change_the_word(url: str, chromium: object, cluster: LocalCluster, cli: Cli) -> None:
+    codes = ("NODE_DOWN", "HOSTS_BELOW_STRIPE")
+    cluster.kill(1)
+    try:
+        with Tab(chromium, url) as tab:
+            tab.page.wait_for_selector("#word:has-text('WARN')")
+            for code in codes:
+                assert cli.run("mute", code, "1h").code == 0
+            tab.page.wait_for_selector("#word:has-text('OK')")
+            assert re.search(r"Muted: 2\s.*NODE_DOWN", tab.text("#checks"), re.DOTALL) and "muted until" in tab.text("#checks")
+            assert "down" in tab.text("#strip button >> nth=0") and tab.complaints == []
+    finally:
+        for code in codes:
+            cli.run("unmute", code)
+        cluster.restart(1)
+
+
 def test_what_clients_count_is_on_the_page_in_words_and_units(url: str, chromium: object) -> None:
     with Tab(chromium, url) as tab:
         tab.page.wait_for_selector("#tiles:has-text('%')")
