@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.cli.cluster import ask_nodes
-from kvstore.client import Accept, Client, ClientConfig, Fidelity
-from kvstore.client.access_log import fingerprints, schema
-from kvstore.client.reasons import Gap, Ghost, Limits, Miss, split
+from kvstore.client import Accept, Client, ClientConfig, Fidelity, access_log
+from kvstore.client.access_log import AccessLog, fingerprints, schema
+from kvstore.client.reasons import Gap, Ghost, Limits, Miss, Split, split
 from kvstore.errors import ConfigError, MisuseError
 from kvstore.kernels import hash_reference
 from kvstore.keys import Keys
@@ -291,9 +292,6 @@ def test_a_sample_logs_the_same_blocks_at_every_lookup(cluster: LocalCluster, tm
 
 
 def test_the_oldest_files_go_when_the_log_is_full(tmp_path: Path) -> None:
-    from kvstore.client.access_log import AccessLog
-    from kvstore.client.reasons import Split
-
     log = AccessLog(tmp_path, tenant="t", model="m", block_tokens=128, sample=1.0, bytes_max=1 << 20, file_seconds=60)
     keys = np.random.default_rng(1).integers(0, 256, (60_000, 32), np.uint8)  # 480 kB each that no codec makes smaller
     parts = Split(1, 1, (0,) * len(MISS_REASONS), (0,) * (len(REUSE_AGE_BOUNDS_SECONDS) + 1))
@@ -327,3 +325,58 @@ def test_a_log_that_can_no_longer_be_written_loses_rows_and_nothing_else(cluster
         assert not client.lookup(chain(3, SMALL)).hit_blocks
         assert client.accounts.flush(20)
         assert client.access_log is not None and client.access_log.dropped == 1
+
+
+def empty_log(directory: Path) -> AccessLog:
+    return AccessLog(directory, tenant="t", model="m", block_tokens=128, sample=1.0, bytes_max=1 << 20, file_seconds=60)
+
+
+def parts_of(tokens: int) -> Split:
+    return Split(tokens, tokens, (0,) * len(MISS_REASONS), (0,) * (len(REUSE_AGE_BOUNDS_SECONDS) + 1))
+
+
+def test_more_tokens_than_a_column_holds_are_refused_and_cost_no_other_row(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="E569"):
+        client.lookup(chain(1, SMALL), input_tokens=2**32)
+    client.lookup(chain(1, SMALL), input_tokens=2**32 - 1)
+    log = empty_log(tmp_path)
+    log.append(1, "chat", parts_of(2**32 - 1), 0.0, KEYS)
+    with pytest.raises(ValueError, match="tokens"):
+        log.append(2, "chat", parts_of(2**32), 0.0, KEYS)
+    log.roll()
+    assert (log.written, log.dropped) == (1, 0)
+
+
+def test_rows_that_no_file_can_hold_are_lost_and_the_next_ones_are_not(tmp_path: Path) -> None:
+    log = empty_log(tmp_path)
+    log.append(2**70, "chat", parts_of(1), 0.0, KEYS)
+    log.roll()
+    log.append(1, "chat", parts_of(1), 0.0, KEYS)
+    log.roll()
+    assert (log.written, log.dropped) == (1, 1)
+
+
+def test_a_disk_that_stands_still_delays_no_row_and_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_log, "PRINTS_MAX", 100)
+    log = empty_log(tmp_path)
+    writes, writing, goes_on = log._write, threading.Event(), threading.Event()
+
+    def stands_still(rows: Any) -> None:
+        writing.set()
+        assert goes_on.wait(WAIT_SECONDS)
+        writes(rows)
+
+    monkeypatch.setattr(log, "_write", stands_still)
+    log.append(1, "chat", parts_of(1), 0.0, KEYS)
+    thread = threading.Thread(target=log.roll, daemon=True)
+    thread.start()
+    assert writing.wait(WAIT_SECONDS)
+    appends = threading.Thread(target=lambda: [log.append(2, "chat", parts_of(1), 0.0, KEYS) for _ in range(25)], daemon=True)
+    appends.start()
+    appends.join(WAIT_SECONDS)
+    assert not appends.is_alive(), "a row waited for the disk"
+    assert log.due_seconds() == 0 and log.dropped == 5, "20 rows of ten fingerprints wait"
+    goes_on.set()
+    thread.join(WAIT_SECONDS)
+    log.roll()
+    assert (log.written, log.dropped) == (21, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -22,6 +23,7 @@ from browser import Tab, browser
 from cli_tool import Cli
 from client_tools import SMALL, chain, load, store
 
+from kvstore import http as kvstore_http
 from kvstore.client import Client, ClientConfig
 from kvstore.client.metrics import serve_metrics
 from kvstore.http import HttpServer, Page
@@ -337,3 +339,23 @@ def test_what_grafana_needs_is_written_with_and_without_a_map(cli: Cli, tmp_path
     assert cli.run("dashboard", "--export", "grafana", tmp_path / "bare", KVSTORE_MAP="").stdout.count("\n") == 2
     cli.run("dashboard", "--export", "datadog", tmp_path / "x").refused(2, "--export grafana DIR")
     cli.run("dashboard", "--log", "nowhere").refused(2, "E100")
+
+
+def test_a_client_that_sends_a_byte_now_and_then_holds_no_slot_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvstore_http, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(kvstore_http, "REQUESTS_MAX", 1)
+    server = HttpServer("127.0.0.1", 0, lambda request: Page(b"ok"))
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), 20) as slow:
+            slow.sendall(b"GET / HTTP/1.0\r\nX: ")
+            slow.settimeout(0.1)
+            began = time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < began + 20:
+                    slow.sendall(b"x")
+                    with contextlib.suppress(TimeoutError):
+                        if not slow.recv(1):
+                            break
+            assert time.monotonic() < began + 5
+    finally:
+        server.close()

@@ -1,7 +1,7 @@
 """The access log of a client: one row a lookup, in Parquet files that appear whole. docs/ACCESS_LOG.md lists the columns; names are API.
 
 Invariants: a file is written beside its name and renamed; all files of a folder together stay below `bytes_max`, the oldest go first;
-fingerprints are keyed with DIR/salt, which never leaves the folder. A full disk loses rows, counted, and nothing else.
+fingerprints are keyed with DIR/salt, which never leaves the folder. A disk that is full or stands still loses rows, counted: nothing else.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 SCHEMA_NAME: Final = "kvstore.access/1"
 SALT_BYTES: Final = 16
 ROWS_MAX: Final = 100_000  # of a file
+PRINTS_MAX: Final = 8_000_000  # of a file: fingerprints, 64 MB in memory
+TOKENS_MAX: Final = 2**32 - 1  # of a column
 log = logging.getLogger(__name__)
 _numbers = itertools.count()
 _own = secrets.token_hex(4)  # hosts may share a folder, and pids
@@ -77,8 +79,10 @@ class AccessLog:
         self._block_tokens, self._sample = block_tokens, sample
         self._limit = np.uint64(min(int(sample * 2**64), 2**64 - 1))
         self._bytes_max, self._file_seconds = bytes_max, file_seconds
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what waits: never held while a disk is waited for
+        self._writing = threading.Lock()
         self._rows: list[tuple[Any, ...]] = []
+        self._prints = 0  # in them
         self._opened = 0.0
         self.written = self.dropped = 0
         try:
@@ -92,31 +96,40 @@ class AccessLog:
         prints = fingerprints(keys, self._salt)
         if self._sample < 1:
             prints = prints[prints < self._limit]
+        if parts.input_tokens > TOKENS_MAX:  # a caller's mistake that would cost the whole file
+            raise ValueError(f"{parts.input_tokens} tokens in one lookup")
         row = (unix_ms, retention_class, parts.input_tokens, parts.hit_tokens, *parts.missed, *parts.ages, lookup_seconds, prints)
         with self._lock:
+            if len(self._rows) >= 2 * ROWS_MAX or self._prints >= 2 * PRINTS_MAX:  # a disk that stands still
+                self.dropped += 1
+                return
             if not self._rows:
                 self._opened = time.monotonic()
             self._rows.append(row)
+            self._prints += len(prints)
 
     def due_seconds(self) -> float | None:
         """Until the file should be closed; 0: now; None: there is nothing in it."""
         with self._lock:
             if not self._rows:
                 return None
-            return 0 if len(self._rows) >= ROWS_MAX else max(0.0, self._opened + self._file_seconds - time.monotonic())
+            full = len(self._rows) >= ROWS_MAX or self._prints >= PRINTS_MAX
+            return 0 if full else max(0.0, self._opened + self._file_seconds - time.monotonic())
 
     def roll(self) -> None:
         """Writes what is there as one file."""
-        with self._lock:
-            rows, self._rows = self._rows, []
+        with self._writing:
+            with self._lock:
+                rows, self._rows, self._prints = self._rows, [], 0
             if not rows:
                 return
             try:
                 self._write(rows)
                 self.written += len(rows)
                 self._bound()
-            except OSError as error:
-                self.dropped += len(rows)
+            except Exception as error:  # the disk's, or of what Parquet cannot hold
+                with self._lock:
+                    self.dropped += len(rows)
                 log.warning("%d rows of the access log in %s are lost: %s", len(rows), self._directory, error)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore import tcp
 from kvstore.client import store as stores
-from kvstore.client.access_log import AccessLog
+from kvstore.client.access_log import TOKENS_MAX, AccessLog
 from kvstore.client.accounts import Account, Accounts
 from kvstore.client.admission import Admission, Candidate
 from kvstore.client.buffers import as_rows
@@ -147,7 +147,7 @@ class Client:
     def _limits(self, keys: int, input_tokens: int | None, recompute_tokens: int) -> Limits:
         size = self.config.block_tokens
         limits = Limits(keys * size if input_tokens is None else input_tokens, recompute_tokens, size, keys)
-        if recompute_tokens < 0 or limits.input_tokens < 0 or keys > -(-limits.input_tokens // size):
+        if recompute_tokens < 0 or not 0 <= limits.input_tokens <= TOKENS_MAX or keys > -(-limits.input_tokens // size):
             what = f"input_tokens={input_tokens}, recompute_tokens={recompute_tokens}"
             raise MisuseError("E569", what, f"{keys} keys of {size} tokens are given", "pass the length of the prompt")
         return limits
