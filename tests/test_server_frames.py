@@ -35,6 +35,7 @@ def refused(connection: wire.Connection, data: bytes, status: Status, request_id
     assert_ended(connection)
 
 
+SMALL_VERBS = (Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW, Verb.WHY, Verb.ADMIT)
 HEADER_FAULTS = {
     "version 0": ({"version": 0}, Status.BAD_VERSION),
     "version 2": ({"version": 2}, Status.BAD_VERSION),
@@ -62,9 +63,9 @@ def test_what_is_not_our_protocol_is_closed_without_a_word(server: InProcess, ro
 
 
 @pytest.mark.parametrize("role", [None, Role.SMALL, Role.BULK])
-@pytest.mark.parametrize("verb", [0, *Verb, 5, 15, 18, 255])
+@pytest.mark.parametrize("verb", [0, *Verb, 7, 15, 18, 255])
 def test_a_verb_that_the_role_does_not_have_is_refused(server: InProcess, role: Role | None, verb: int) -> None:
-    allowed = {None: {Verb.HELLO}, Role.SMALL: {Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW}, Role.BULK: {Verb.READ, Verb.WRITE}}[role]
+    allowed = {None: {Verb.HELLO}, Role.SMALL: set(SMALL_VERBS), Role.BULK: {Verb.READ, Verb.WRITE}}[role]
     if verb in allowed:
         return
     refused(server.connect(role), wire.encode(verb, bytes(64), request_id=5), Status.BAD_REQUEST, 5)
@@ -72,9 +73,7 @@ def test_a_verb_that_the_role_does_not_have_is_refused(server: InProcess, role: 
 
 LIMITS = {
     Verb.HELLO: wire.HELLO_BODY_MAX,
-    Verb.DISCOVER: wire.SMALL_BODY_MAX,
-    Verb.PROMISE: wire.SMALL_BODY_MAX,
-    Verb.WITHDRAW: wire.SMALL_BODY_MAX,
+    **dict.fromkeys(SMALL_VERBS, wire.SMALL_BODY_MAX),
     Verb.READ: wire.READ_BODY_MAX,
     Verb.WRITE: wire.RECORD_BYTES_MAX,
 }
@@ -99,7 +98,8 @@ def test_more_keys_or_names_than_allowed_are_refused(server: InProcess, count: i
     discover = wire._DISCOVER_REQUEST.pack(wire.NO_OWNER, 0, count, 0)
     promise = wire._PROMISE_REQUEST.pack(wire.NO_OWNER, 0, count, 0, 3, 2, 60, 0)
     withdraw = wire._WITHDRAW_REQUEST.pack(wire.NO_OWNER, count, 0)
-    for verb, body in ((Verb.DISCOVER, discover), (Verb.PROMISE, promise), (Verb.WITHDRAW, withdraw)):
+    why, admit = (pack.pack(wire.NO_OWNER, count, 0) for pack in (wire._WHY_REQUEST, wire._ADMIT_REQUEST))
+    for verb, body in zip(SMALL_VERBS, (discover, promise, withdraw, why, admit), strict=True):
         refused(server.small(), wire.encode(verb, body), Status.TOO_LARGE)
 
 
@@ -114,6 +114,8 @@ SHORT_BODIES = {
     Verb.DISCOVER: wire.encode_discover([bytes(32)] * 3),
     Verb.PROMISE: wire.encode_promise([NAME] * 3),
     Verb.WITHDRAW: wire.encode_withdraw([NAME] * 3),
+    Verb.WHY: wire.encode_why([bytes(32)] * 3),
+    Verb.ADMIT: wire.encode_admit([bytes(32)] * 3),
     Verb.READ: wire.encode_read([wire.ReadExtent(bytes(32), 1, 0, 0, 1)] * 2, [(0, 0), (1, 0)]),
 }
 
@@ -136,6 +138,7 @@ def test_reserved_fields_must_be_zero(server: InProcess) -> None:
         refused(server.small(), wire.encode(Verb.PROMISE, body), Status.BAD_REQUEST)
     refused(server.small(), wire.encode(Verb.DISCOVER, wire._DISCOVER_REQUEST.pack(owner, 0, 0, 1)), Status.BAD_REQUEST)
     refused(server.small(), wire.encode(Verb.WITHDRAW, wire._WITHDRAW_REQUEST.pack(owner, 0, 1)), Status.BAD_REQUEST)
+    refused(server.small(), wire.encode(Verb.WHY, wire._WHY_REQUEST.pack(owner, 0, 1)), Status.BAD_REQUEST)
     head = wire._READ_REQUEST.pack(owner, 0, 1, 1)
     extent = (bytes(32), 1, 0, 0, 0, 1, 0)
     item = wire._READ_ITEM.pack(0, 0, 0)
@@ -147,7 +150,7 @@ def test_reserved_fields_must_be_zero(server: InProcess) -> None:
     refused(server.bulk(), wire.encode(Verb.READ, head + good + wire._READ_ITEM.pack(1, 0, 0)), Status.BAD_REQUEST)
 
 
-@pytest.mark.parametrize("verb", [Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW, Verb.READ])
+@pytest.mark.parametrize("verb", [*SMALL_VERBS, Verb.READ])
 def test_a_body_that_fails_its_check_is_refused_as_corrupt(server: InProcess, verb: Verb) -> None:
     frame = bytearray(wire.encode(verb, SHORT_BODIES[verb], request_id=9))
     frame[40] ^= 0x10
