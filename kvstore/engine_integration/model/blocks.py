@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from kvstore.engine_integration.model import weights
 from kvstore.engine_integration.model.attention import Attention, Indexer, RmsNorm
 from kvstore.engine_integration.model.compressor import Source
 from kvstore.engine_integration.model.config import ModelConfig
 from kvstore.engine_integration.model.moe import MoE
+from kvstore.errors import InputError
 
 
 class Layer(nn.Module):
@@ -78,6 +81,21 @@ class Network(nn.Module):
                 fan = weight.shape[1] if name != "embedding.weight" else weight.shape[1] / 4
                 scale = 1 / math.sqrt(fan) / (math.sqrt(2 * self.config.layers) if deep else 1)
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+
+    @classmethod
+    def load(cls, config: ModelConfig, path: Path) -> Network:
+        """From a file of weights, or a checkpoint of the training. InputError where it is of another model."""
+        tensors, _ = weights.load(path)
+        network = cls(config)
+        named = {
+            name.removeprefix("weight."): tensor.float() for name, tensor in tensors.items() if not name.startswith(("mean.", "square."))
+        }
+        try:
+            network.load_state_dict(named)
+        except RuntimeError as error:
+            cause = str(error).splitlines()[-1].strip()
+            raise InputError("E174", str(path), f"weights are not those of {config.name!r}: {cause}", "name the right size") from None
+        return network
 
     def digest(self) -> bytes:
         """32 bytes that stand for the weights in a namespace: names, shapes and bytes."""

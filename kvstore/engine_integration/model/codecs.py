@@ -129,6 +129,7 @@ def codec_of(name: str) -> Codec:
 
 def straight_through(codec: RowCodec, rows: Tensor) -> Tensor:
     """What a reader will see of `rows`, with the gradient of `rows` themselves: for training."""
+    rows = rows.float()
     with torch.no_grad():
         moved = codec.decode(codec.encode(rows)) - rows
     return rows + moved

@@ -31,13 +31,13 @@ class MoE(nn.Module):
         self.up = nn.Linear(config.d, wide, bias=False)
         self.down = nn.Linear(wide, config.d, bias=False)
         self.register_buffer("selection_bias", torch.zeros(config.experts))
-        self.load: Tensor | None = None  # share of rows each expert got in the last training step
+        self.load = torch.zeros(config.experts)  # rows each expert got since the last `balance`
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         weights = self.route(x)
         if self.training:
-            self.load = (weights.detach() > 0).flatten(0, -2).float().mean(0)
+            self.load += (weights.detach() > 0).flatten(0, -2).sum(0)
         weights = torch.cat([weights, torch.ones_like(weights[..., :1])], -1).repeat_interleave(self.inter, -1)
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x) * weights)
         return out
@@ -52,5 +52,5 @@ class MoE(nn.Module):
     @torch.no_grad()
     def balance(self, step: float) -> None:
         """After a training step: moves the bias of each expert against its load."""
-        if self.load is not None:
-            self.selection_bias += step * torch.sign(self.load.mean() - self.load)
+        self.selection_bias += step * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
