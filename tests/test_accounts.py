@@ -304,6 +304,12 @@ def test_the_oldest_files_go_when_the_log_is_full(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.glob("*.parquet")) <= 1 << 20
 
 
+def test_the_folder_of_the_log_may_be_named_by_a_string(cluster: LocalCluster, tmp_path: Path) -> None:
+    with Client(cluster.map, layout=SMALL, config=ClientConfig(access_log=str(tmp_path / "log")), clock=CLOCK) as client:
+        client.lookup(chain(3, SMALL))
+    assert len(list((tmp_path / "log").glob("access-*.parquet"))) == 1
+
+
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(cluster: LocalCluster, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="E152"):

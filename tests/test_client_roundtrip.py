@@ -78,6 +78,16 @@ def test_a_part_of_a_prompt_lands_at_the_destinations_start(cluster: LocalCluste
         assert client.load(ticket, np.zeros((0, SMALL.block_bytes), np.uint8), blocks=range(5, 5)).blocks == 0
 
 
+def test_a_prompt_that_hits_as_a_whole_has_nothing_left_to_store(cluster: LocalCluster) -> None:
+    keys = chain(70, SMALL)
+    with Client(cluster.map, layout=SMALL) as client:
+        data = store(client, keys)
+        ticket = client.lookup(keys)
+        done = client.store(keys, data[ticket.hit_blocks :], first_block=ticket.hit_blocks).result(0)
+        assert (done.outcome, done.blocks, done.acks) == (StoreOutcome.STORED, 0, ())
+        assert client.store(keys[:0], data[:0], first_block=0).result(0).blocks == 0
+
+
 def test_planes_come_in_order_and_whole(cluster: LocalCluster) -> None:
     keys = chain(200, V41)
     with Client(cluster.map, layout=V41) as client:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -85,7 +86,7 @@ class Client:
         self._admission = Admission(self._core, self._stores, owner, self._counters, config.queue_bytes_max)
         self._tracing = Tracing()
         self.access_log = AccessLog(
-            config.access_log, tenant=self.tenant, model=config.model_name, block_tokens=config.block_tokens,
+            Path(config.access_log), tenant=self.tenant, model=config.model_name, block_tokens=config.block_tokens,
             sample=config.access_log_sample, bytes_max=config.access_log_bytes_max, file_seconds=config.access_log_file_seconds,
         ) if config.access_log else None  # fmt: skip
         self._accounts = Accounts(self._core, self._placements, owner, cluster_map.bucket_seconds, self._counters, self.access_log)
@@ -365,12 +366,14 @@ class Client:
         if not 0 <= first_block <= len(keys) - len(rows):
             what = f"blocks {first_block} to {first_block + len(rows)}"
             raise LayoutError("E524", what, f"the chain has {len(keys)} keys", "pass the whole chain from block 0")
+        if not len(rows):  # all of the prompt hit
+            return stores.nothing_to_store()
         spans = cut(first_block, len(rows), self.layout)
         placement = self._placements[self.map.epoch]
         own_keys = np.ascontiguousarray(keys[first_block : first_block + len(rows)])
         starts = [span.start for span in spans]
-        groups = placement.pg_of(keys[starts]) if spans else np.empty(0, np.uint32)
-        nodes = placement.table()[groups] if spans else np.empty((0, placement.shards_count), np.int32)
+        groups = placement.pg_of(keys[starts])
+        nodes = placement.table()[groups]
         earlier = self._starts.get(keys[first_block - 1].tobytes(), ()) if first_block else ()
         fields = {
             "layout_tag": self._wanted.layout_tag,
@@ -392,7 +395,7 @@ class Client:
 
         began = time.monotonic()
         counts = tuple(span.count for span in spans)
-        if self.map.rules.asks_first and self.config.ask_first and spans:
+        if self.map.rules.asks_first and self.config.ask_first:
             future = stores.new_future()
             first_keys = keys[starts].copy()
             self._admission.add(
@@ -401,8 +404,7 @@ class Client:
         else:
             future = self._stores.add(lambda: submit(len(spans)), (blocks, rows), counts, self.layout.block_bytes)
         future.add_done_callback(lambda _: self._counters.stored(time.monotonic() - began))
-        if spans:
-            self._remember(keys, spans[-1].stop, [*earlier, *starts])
+        self._remember(keys, spans[-1].stop, [*earlier, *starts])
         return future
 
     def _remember(self, keys: Keys, end: int, starts: list[int]) -> None:

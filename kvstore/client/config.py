@@ -39,7 +39,7 @@ class ClientConfig:
     tenant: str = ""  # a name for metrics and the access log; "": "default", or "other" with an owner tag
     model_name: str = "default"  # likewise
     accounting: bool = True  # find out why tokens did not hit (docs/ACCESS_LOG.md)
-    access_log: Path | None = None  # a folder: one row a lookup, in Parquet files
+    access_log: Path | str | None = None  # a folder: one row a lookup, in Parquet files
     access_log_bytes_max: int = 1 << 30  # of the folder, at least 1 MiB; the oldest files go first
     access_log_file_seconds: float = 300.0  # a file is closed after so long, or 100,000 rows
     access_log_sample: float = 1.0  # share of blocks whose fingerprints are logged, 0 to 1

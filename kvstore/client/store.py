@@ -140,6 +140,12 @@ def new_future() -> StoreFuture:
     return future
 
 
+def nothing_to_store() -> StoreFuture:
+    future = new_future()
+    future.set_result(StoreResult(StoreOutcome.STORED, 0, 0, 0, 0, 0, 0, ()))
+    return future
+
+
 def not_sent(outcome: StoreOutcome, extents: int) -> StoreResult:
     """Of a store that never reached the native side."""
     dropped, declined = (extents, 0) if outcome is StoreOutcome.DROPPED else (0, extents)
