@@ -1,9 +1,10 @@
 """The cluster as one thing, from what its nodes answered: retention attained, space, histograms merged. Pure functions over reports.
 
-Retention. A node drops the longest unused first, so every use younger than its oldest surviving one is still there. An extent has a shard
+Retention. A node tells the latest use of anything that it dropped for room: every younger one is still there. An extent has a shard
 on each of the k+m nodes of its placement group and can be read while k of them have it: of each group the (m+1)-th tightest node decides
 (the third of twelve), and of the cluster the group that decides soonest. A node that does not answer keeps nothing. A node that dropped
-nothing of a class for room, since it started, sets no bound: what is gone there had outlived its class, or was its owner's over a cap.
+nothing of a class for room sets no bound: what is gone there had outlived its class, or was its owner's over a cap. A
+node whose data directory is younger than what others hold lost its disk: nothing from before is there.
 
 A report is what `ask_nodes` of kvstore/cli/cluster.py gives; anything with these fields will do.
 """
@@ -129,11 +130,12 @@ class NodeRetention:
 
     oldest_seconds: float
     dropped_early_bytes: int  # for room, before their time, since the node started
+    told_seconds: float = 0.0  # every use younger than this is there; 0: nothing was dropped for room, or the node cannot tell
 
     @property
     def bound_seconds(self) -> float:
         """Every use younger than this survives here; infinite where nothing was dropped for room."""
-        return self.oldest_seconds if self.dropped_early_bytes else math.inf
+        return self.told_seconds or (self.oldest_seconds if self.dropped_early_bytes else math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,9 @@ def node_retention(report: Report) -> dict[str, NodeRetention]:
     """By class."""
     early = merged(by_label(report.values, "kvstore_evicted_bytes_total", "retention_class", reason=reason) for reason in EARLY_REASONS)
     oldest = by_label(report.values, "kvstore_retention_seconds", "retention_class")
-    return {name: NodeRetention(oldest.get(name, 0.0), int(early.get(name, 0))) for name in sorted(oldest.keys() | early.keys())}
+    told = by_label(report.values, "kvstore_retention_bound_seconds", "retention_class")
+    names = sorted(oldest.keys() | early.keys() | told.keys())
+    return {name: NodeRetention(oldest.get(name, 0.0), int(early.get(name, 0)), told.get(name, 0.0)) for name in names}
 
 
 def retention(cluster_map: ClusterMap, reports: Sequence[Report], groups: NDArray[np.int32] | None = None) -> list[ClassRetention]:
@@ -209,7 +213,9 @@ def retention(cluster_map: ClusterMap, reports: Sequence[Report], groups: NDArra
         held = [node.oldest_seconds for node in nodes.values() if node.oldest_seconds]
         if not held and not evicted.get(name):
             continue
-        lowest, p10 = _attained(cluster_map, {report.node.ordinal: nodes[report.node.id].bound_seconds for report in up}, lists)
+        bounds = {report.node.ordinal: nodes[report.node.id].bound_seconds for report in up}
+        bounds |= _of_emptied(cluster_map, up, {report.node.ordinal: nodes[report.node.id].oldest_seconds for report in up}, bounds)
+        lowest, p10 = _attained(cluster_map, bounds, lists)
         found.append(
             ClassRetention(
                 retention_class=name,
@@ -226,6 +232,24 @@ def retention(cluster_map: ClusterMap, reports: Sequence[Report], groups: NDArra
             )
         )
     return found
+
+
+def _of_emptied(
+    cluster_map: ClusterMap, up: Sequence[Report], oldest: Mapping[int, float], bounds: Mapping[int, float]
+) -> dict[int, float]:
+    """Bounds of nodes whose data directory is younger than what is held by nodes that became members no sooner: they lost a disk. All of
+    them get that of the latest such loss: what an earlier one left may have been used in between."""
+    since: dict[int, int] = {}
+    for number in sorted(cluster_map.epochs, reverse=True):
+        since |= {node.ordinal: number for node in cluster_map.epochs[number].nodes}
+    ages = {report.node.ordinal: report.values.get("kvstore_data_age_seconds", 0.0) for report in up}
+    margin = 2 * cluster_map.bucket_seconds
+
+    def is_emptied(ordinal: int, age: float) -> bool:
+        return age > 0 and any(held > age + margin and since[other] >= since[ordinal] for other, held in oldest.items())
+
+    emptied = {age for ordinal, age in ages.items() if is_emptied(ordinal, age)}
+    return {ordinal: min(bounds[ordinal], min(emptied)) for ordinal, age in ages.items() if age in emptied}
 
 
 def _attained(cluster_map: ClusterMap, bounds: Mapping[int, float], lists: NDArray[np.int32]) -> tuple[float, float]:

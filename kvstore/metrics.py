@@ -155,6 +155,13 @@ NODE: Final = (
     Metric("kvstore_owner_floor_bytes", "gauge", "Bytes below which an owner loses nothing to others.", {"owner": OWNERS}),
     Metric("kvstore_owner_cap_bytes", "gauge", "Bytes past which an owner loses its own oldest; 0: no cap.", {"owner": OWNERS}),
     Metric("kvstore_retention_seconds", "gauge", "Seconds since the last use of the oldest that is held; 0: nothing is.", _CLASS),
+    Metric(
+        "kvstore_retention_bound_seconds",
+        "gauge",
+        "Every use younger than this is still here, whatever the policy, restarts included; 0: nothing was dropped for room.",
+        _CLASS,
+    ),
+    Metric("kvstore_data_age_seconds", "gauge", "Seconds since this data directory was made; 0: since before that was written down."),
     Metric("kvstore_retention_contract_seconds", "gauge", "Seconds a class is to be kept after its last use.", _CLASS),
     Metric("kvstore_epoch", "gauge", "Epoch of the cluster map in use."),
     Metric("kvstore_epoch_seen", "gauge", "Newest epoch that any peer has named."),
@@ -366,6 +373,7 @@ class NodeFacts:
     wear_ratio: float | None = None
     firing: Mapping[str, str] = field(default_factory=dict)  # code -> severity
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
+    retention_bounds: Callable[[], tuple[Mapping[str, float], float]] = lambda: ({}, 0.0)  # seconds by class, and the data's age
     write_budget_bytes: int = 0
     class_shares: Mapping[str, float] = field(default_factory=dict)
     class_names: Mapping[int, str] = field(default_factory=dict)
@@ -412,6 +420,10 @@ def node_registry(
         for name, seconds in facts.retention_seconds.items():
             if name in CLASSES:
                 values.set("kvstore_retention_contract_seconds", seconds, name)
+        bounds, data_age = facts.retention_bounds()
+        for name, seconds in bounds.items():
+            values.set("kvstore_retention_bound_seconds", seconds, name)
+        values.set("kvstore_data_age_seconds", data_age)
         values.set("kvstore_write_budget_bytes", facts.write_budget_bytes)
         for name, share in facts.class_shares.items():
             if name in CLASSES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import stat
 import threading
@@ -377,7 +378,8 @@ def test_a_disk_that_stands_still_delays_no_row_and_memory_stays_bounded(tmp_pat
     thread = threading.Thread(target=log.roll, daemon=True)
     thread.start()
     assert writing.wait(WAIT_SECONDS)
-    appends = threading.Thread(target=lambda: [log.append(2, "chat", parts_of(1), 0.0, KEYS) for _ in range(25)], daemon=True)
+    row = (2, "chat", parts_of(1), 0.0, KEYS)
+    appends = threading.Thread(target=lambda: list(itertools.starmap(log.append, [row] * 25)), daemon=True)
     appends.start()
     appends.join(WAIT_SECONDS)
     assert not appends.is_alive(), "a row waited for the disk"

@@ -94,6 +94,27 @@ def test_a_class_of_which_nothing_was_dropped_for_room_has_no_bound() -> None:
     assert retention(where, [Report(node, kept(0.0)) for node in where.nodes]) == []
 
 
+def test_a_node_that_tells_its_bound_is_believed_after_a_restart_and_where_it_spares_older_ones() -> None:
+    where = nodes_of(12)
+    told = {'kvstore_retention_bound_seconds{retention_class="chat"}': 3600.0}
+    reports = [Report(node, kept(5 * DAY) | told) for node in where.nodes]
+    assert only(retention(where, reports)).attained_seconds == 3600.0 and only(retention(where, reports)).short
+
+
+def test_nodes_that_lost_their_disks_keep_nothing_from_before() -> None:
+    where = nodes_of(12)
+    age = "kvstore_data_age_seconds"
+    old = [Report(node, kept(2 * DAY) | {age: 3 * DAY}) for node in where.nodes]
+    assert only(retention(where, old)).attained_seconds is None
+    for lost in (2, 3):
+        emptied = [Report(node, kept(60.0) | {age: 3600.0 * (1 + node.ordinal)}) for node in where.nodes[:lost]]
+        assert only(retention(where, [*emptied, *old[lost:]])).attained_seconds == (None if lost == 2 else 3600.0)
+    fresh = [Node(f"new-{i}", f"new-{i}", f"127.0.0.1:{8000 + i}") for i in range(3)]
+    grown = where.with_epoch(fresh, [node.id for node in (*where.nodes, *fresh)])
+    young = [Report(node, kept(60.0) | {age: 3600.0}) for node in grown.nodes[12:]]
+    assert only(retention(grown, [*old, *young])).attained_seconds is None, "they joined, and lost nothing"
+
+
 def test_the_share_that_reached_its_days_is_of_bytes_and_none_where_nothing_went() -> None:
     where = nodes_of(12)
     assert only(retention(where, [Report(node, kept(DAY, lru=10.0, expired=30.0)) for node in where.nodes])).reached_ratio == 0.775

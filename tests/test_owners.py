@@ -75,6 +75,9 @@ def test_under_its_floor_an_owner_is_spared_where_others_fill_the_node(tmp_path:
         assert left == list(range(240 - len(left), 240)) and len(left) < 160
         assert metrics(server)['kvstore_owner_floor_bytes{owner="acme"}'] == 1_000_000
         assert metrics(server)['kvstore_retention_seconds{retention_class="chat"}'] == (1239 - 900) * 60
+        # The spared ones are old; of the others everything from the oldest that is left on is there, and one bucket before it went.
+        bound = metrics(server)['kvstore_retention_bound_seconds{retention_class="chat"}']
+        assert bound == (239 - left[0]) * 60
 
 
 def test_without_a_floor_the_same_owner_goes_first(tmp_path: Path) -> None:

@@ -18,21 +18,23 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore import tcp
-from kvstore.clustermap import ClusterMap
+from kvstore.clustermap import EARLY_REASONS, ClusterMap
 from kvstore.clustermap import Node as Member
 from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
 from kvstore.gc import EvictionPolicy, Evictor, class_of
 from kvstore.http import HttpServer, daemon_pages
 from kvstore.kernels import _native
-from kvstore.metrics import EvictionMetrics, Holding, NodeFacts, flat_values, node_registry
+from kvstore.metrics import CLASSES, EvictionMetrics, Holding, NodeFacts, flat_values, node_registry
 from kvstore.server import owned
 from kvstore.server.activity import Activity, Growth, Traffic
 from kvstore.server.config import NodeConfig, capacity_of, choose_io
+from kvstore.server.dropped import Dropped
 from kvstore.server.log import Log, LogHandler
 from kvstore.server.ports import port_fault
 from kvstore.server.selfcheck import SelfCheck, note_start
@@ -70,6 +72,7 @@ class Node:
         self.drain_finished: bool | None = None  # set once drained
         self._facts = NodeFacts()
         self._evictions = EvictionMetrics()
+        self._dropped: Dropped | None = None
         self._mark_read: tuple[int, ...] = ()
         self._registry: Any = None
         self._traffic: Traffic | None = None
@@ -195,8 +198,27 @@ class Node:
             self.log.info(f"replacement {rule}")
         self.store.set_admission(self.map.rules.admit == "second-touch", self.map.rules.write_budget_bytes)
         self._evictions.contract_seconds = {c.name: c.keep_seconds for c in self.map.classes.values()}
-        self.evictor = Evictor(self.store, policy, self._evictions.evicted)
+        now = self._bucket_seconds_now()
+        self._dropped = Dropped(directory, now if stats["start_mode"] == "fresh" else 0.0)
+        self._facts.retention_bounds = self._retention_bounds
+        self.evictor = Evictor(self.store, policy, self._evicted)
         self.evictor.start()
+
+    def _bucket_seconds_now(self) -> float:
+        return float(self.store.bucket_now() * self.map.bucket_seconds) if self.store else 0.0
+
+    def _evicted(self, retention_class: str, reason: str, sizes_bytes: Sequence[int], ages_seconds: Sequence[float]) -> None:
+        self._evictions.evicted(retention_class, reason, sizes_bytes, ages_seconds)
+        if reason in EARLY_REASONS and self._dropped and ages_seconds:
+            name = retention_class if retention_class in CLASSES else "other"
+            self._dropped.note(name, self._bucket_seconds_now() - min(ages_seconds) + self.map.bucket_seconds)  # the bucket's end
+
+    def _retention_bounds(self) -> tuple[dict[str, float], float]:
+        if self._dropped is None or self.store is None:
+            return {}, 0.0
+        now = self._bucket_seconds_now()
+        bounds = {name: max(1.0, now - until) for name, until in list(self._dropped.until.items()) if name in CLASSES}
+        return bounds, max(1.0, now - self._dropped.born) if self._dropped.born else 0.0
 
     def announce(self) -> None:
         """The line on stdout that whoever started this daemon waits for."""

@@ -87,7 +87,9 @@ def _evicted(values: Values) -> float:
 
 
 def _short(values: Values, name: str) -> bool:
-    """A class was dropped for room here, and its oldest is younger than promised. One node is no loss yet: status looks at all."""
+    """A class was dropped for room here before its time. One node is no loss yet: status looks at all."""
+    if bound := values.get(f'kvstore_retention_bound_seconds{{retention_class="{name}"}}', 0.0):
+        return bound < values[f'kvstore_retention_contract_seconds{{retention_class="{name}"}}']
     oldest, contract = (values[f'kvstore_{what}_seconds{{retention_class="{name}"}}'] for what in ("retention", "retention_contract"))
     early = (f'kvstore_evicted_bytes_total{{retention_class="{name}",reason="{reason}"}}' for reason in EARLY_REASONS)
     return oldest < contract and any(values.get(key, 0) for key in early)
