@@ -86,8 +86,8 @@ def bars(
     long = sum(map(len, labels)) > 70
     axes.set_xticks(range(len(labels)), labels, rotation=30 if long else 0, ha="right" if long else "center")
     axes.set_ylim(*y_range)
-    if len(stacks) > 1:
-        axes.legend(fontsize=8, frameon=False)
+    if len(stacks) > 1:  # beside the bars: above them it could not be read
+        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

@@ -34,6 +34,13 @@ def parse_seconds(text: str | int | float, what: str = "time") -> float:
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
+def parse_long_seconds(text: str, what: str = "time") -> float:
+    """As parse_seconds, for hours and days, where who writes "4" has not meant seconds. Raises ConfigError E102."""
+    if text.strip().replace(".", "", 1).isdecimal():
+        raise ConfigError("E102", f'{what} "{text}" has no unit', fix="write it as 30m, 4h or 2d")
+    return parse_seconds(text, what)
+
+
 def format_bytes(count: float) -> str:
     """ "113.9 kB", "4.0 GB": powers of 1000, three or four digits."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -49,6 +49,7 @@ def test_a_version_without_a_known_commit_names_none(monkeypatch: pytest.MonkeyP
 
 def test_a_wrong_command_or_flag_is_one_line_with_a_fix(cli: Cli) -> None:
     cli.run("explan").refused(2, 'no command "explan"', 'did you mean "explain"?')
+    cli.run("plan", "x", "--foo").refused(2, "unrecognized arguments: --foo. Fix: kvstore plan --help")
     cli.run("stauts").refused(2, 'no command "stauts"', 'did you mean "status"?')
     cli.run("explain", "NODE_LOST").refused(2, 'no code "NODE_LOST"', "Fix: ")
     cli.run("explain", "--bogus", "E101").refused(2, "--bogus")

@@ -333,6 +333,7 @@ def test_mute_complains_in_one_line(cluster: LocalCluster, tmp_path: Path) -> No
     cli = Cli(tmp_path, KVSTORE_MAP=str(cluster.map_path))
     cli.run("mute", "NODE_DWON", "4h").refused(2, "E140", 'did you mean "NODE_DOWN"?')
     cli.run("mute", "NODE_DOWN").refused(2, "E140", "for how long")
+    cli.run("mute", "NODE_DOWN", "4").refused(2, "E102", "no unit")  # hours were meant, not seconds
     cli.run("mute", "NODE_DOWN", "soon").refused(2, "E102", "soon")
     cli.run("mute", "NODE_DOWN", "31d").refused(2, "E131", "a mute must end")
     cli.run("mute", "NODE_DOWN", "1h", "--subject", "node-1").refused(2, "E140", "no node, class or client")

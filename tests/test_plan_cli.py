@@ -28,8 +28,24 @@ def answer(capsys: Capture, *words: str, code: int = 0) -> dict[str, Any]:
 def test_the_first_screen_says_what_to_buy_and_why(capsys: Capture) -> None:
     assert main(["plan", str(CONVERSATION), "--requests", "3000", "--policy", "lru,s3fifo"]) == 0
     out = capsys.readouterr().out
-    for words in ("of tokens repeat", "binding: stripe", "buy       13 nodes", "s3fifo", "nodes lost"):
+    for words in ("of tokens repeat", "binding: stripe", "buy       13 nodes", "s3fifo", "NODES LOST"):
         assert words in out
+    assert "COST" not in out, "nobody named a price"
+
+
+def test_who_names_no_traffic_and_no_price_is_told_how(capsys: Capture) -> None:
+    assert main(["plan", str(CONVERSATION), "--requests", "3000"]) == 0
+    told = capsys.readouterr().err
+    assert "the source's own pace" in told and "--tokens-a-day" in told and "--price tb_month" in told
+    prices = [word for each in ("tb_month=20", "gpu_hour=2.5", "prefill_tokens_per_second=8000") for word in ("--price", each)]
+    assert main(["plan", str(CONVERSATION), "--requests", "3000", "--tokens-a-day", "200G", *prices]) == 0
+    found = capsys.readouterr()
+    assert "hint" not in found.err and "COST" in found.out
+
+
+def test_a_retention_without_a_unit_is_refused_not_taken_for_seconds(capsys: Capture) -> None:
+    assert main(["plan", str(CONVERSATION), "--keep", "3"]) == 2
+    assert 'error[E102] --keep "3" has no unit' in capsys.readouterr().err
 
 
 def test_json_holds_the_published_figures(capsys: Capture) -> None:

@@ -142,6 +142,10 @@ def test_markdown_and_html_show_hostile_names_as_text_and_need_no_other_file(tmp
 def test_command_reports_as_text_and_as_json(tmp_path: Path) -> None:
     cli = Cli(tmp_path)
     two_days(tmp_path / "log")
+    assert (
+        cli.run("report", "log", "--offline").stdout.splitlines()[3:]
+        == cli.run("report", "--log", "log", "--offline").stdout.splitlines()[3:]
+    )
     ran = cli.run("report", "--log", "log", "--by", "class")
     assert ran.code == 0, ran.stderr
     assert "hit       50.0 % of 3,000 tokens" in ran.stdout

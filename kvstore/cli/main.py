@@ -162,7 +162,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         if not word or (flag.startswith("--") and flag != word and not value):
             what = flag or (argv[at - 1] if at and argv[at - 1].startswith("-") else f"argument {at + 1}")
             raise UsageError("E140", f"{what} is empty", fix="give a value, or leave it out")
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # parse_args would name the help of the whole
+        raise UsageError(
+            "E140", f"unrecognized arguments: {' '.join(unknown)}", fix=f"kvstore {args.command or ''} --help".replace("  ", " ")
+        )
     for flag in ("json", "quiet", "verbose", "debug"):
         setattr(args, flag, getattr(args, flag, False))
     if args.command is None:

@@ -12,7 +12,7 @@ from kvstore.cli.output import Output
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import UsageError
 from kvstore.tomlfile import suggestion
-from kvstore.units import format_seconds, parse_seconds
+from kvstore.units import format_seconds, parse_long_seconds
 
 
 def add_parser(subparsers: Any) -> None:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         code = health_code(args.code)
         if args.time is None:
             raise UsageError("E140", f"for how long is {code} to be muted", fix=f"kvstore mute {code} 4h")
-        seconds = parse_seconds(args.time, "TIME")
+        seconds = parse_long_seconds(args.time, "TIME")
         mute = memory.mute(code, seconds, check_subject(cluster_map, args.subject))
         memory.save(must=True)
         shown = "" if mute.subject == ANY else f" of {mute.subject}"

@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.cli.output import Output
 from kvstore.errors import UsageError
 from kvstore.layout import BLOCK_BYTES_MAX, PRESETS, Layout
-from kvstore.units import parse_bytes, parse_seconds
+from kvstore.units import parse_bytes, parse_long_seconds
 
 TRUE_BLOCK_BYTES = 113_920
 MULTIPLES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -97,8 +97,8 @@ def _check(args: argparse.Namespace) -> None:
     args.size_bytes = parse_bytes(args.node_size, "--node-size")
     if args.size_bytes < 1 << 30:
         raise UsageError("E131", f"--node-size {args.node_size}", "less than 1 GiB", "give the disk of one node")
-    args.keep_seconds = None if args.keep is None else parse_seconds(args.keep, "--keep")
-    args.retention_seconds = [parse_seconds(text, "--retention") for text in args.retention.split(",")]
+    args.keep_seconds = None if args.keep is None else parse_long_seconds(args.keep, "--keep")
+    args.retention_seconds = [parse_long_seconds(text, "--retention") for text in args.retention.split(",")]
     args.day_tokens = None if args.tokens_a_day is None else count_of(args.tokens_a_day, "--tokens-a-day")
     args.layout = PRESETS["v41"] if args.block_bytes == TRUE_BLOCK_BYTES else Layout.single(args.block_bytes)
 

@@ -52,6 +52,7 @@ examples:
 """,
     )
     add = parser.add_argument
+    add("logs", metavar="DIR", type=Path, nargs="*", help="as --log DIR")
     add("--log", metavar="DIR", type=Path, action="append", default=[], help="directory of an access log, or one file of it (repeatable)")
     add("--since", metavar="WHEN", help="7d, 12h: so long ago; or 2026-11-22, 2026-11-22T14:00 (UTC)")
     add("--until", metavar="WHEN", help="likewise; not included")
@@ -88,6 +89,7 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     out: Output = args.out
+    args.log = [*args.log, *args.logs]
     by, period, memory = _by(args.by), _period(args.since, args.until, time.time()), parse_bytes(args.memory, "--memory")
     if memory < MEMORY_BYTES_MIN:
         raise UsageError("E131", f"--memory {args.memory}", "too little for a database", "give 100MB or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -233,27 +234,40 @@ def _show_purchase(planner: Planner, purchase: Purchase, accesses: Accesses, out
     out.line()
     needs = ", ".join(f"{limit} {'-' if count is None else count}" for limit, count in purchase.needed.items())
     out.line(f"needed    nodes for each limit: {needs}; binding: {purchase.binding}; {spec.spare_nodes} to spare")
-    out.table(
-        ["", "NODES", "DISK", "RAW", "HOLDS", "HIT", "KEPT", "WRITES/DAY", "NETWORK", "DISK USE", "COST", "SAVED", "NET", "SHORT OF"],
-        [_cells(choice) for choice in purchase.choices],
-    )
+    money = _show_choices("", purchase.choices, out)
     bought = next(choice for choice in purchase.choices if choice.name == "buy")
-    kept = "everything" if bought.kept_seconds is None else format_seconds(bought.kept_seconds)
+    kept = f"all of the source's {format_seconds(accesses.seconds)}" if bought.kept_seconds is None else format_seconds(bought.kept_seconds)
     each = format_bytes(bought.raw_bytes / bought.nodes)
     out.line(f"buy       {bought.nodes} nodes of {each}: expect {percent(bought.hit_ratio)} of tokens to hit, {kept} kept")
     if spec.keep_seconds is not None and spec.keep_seconds > accesses.seconds:
         out.warn(
             f"the source covers {format_seconds(accesses.seconds)}: what {format_seconds(spec.keep_seconds)} need cannot be read off it"
         )
+    if spec.scale == 1:
+        day = accesses.total_input_tokens / max(accesses.seconds, 1.0) * 86_400
+        out.note(f"hint: sized for the source's own pace, {day / 1e9:.3g}G tokens a day; yours: --tokens-a-day N")
+    if not money:
+        out.note("hint: what it costs and saves: --prices FILE, or --price tb_month=20 --price gpu_hour=2.50 ...")
     if bought.short_of:
         out.line(f"short     no number of these nodes meets: {', '.join(bought.short_of)}", "bold red")
 
 
-def _cells(choice: Choice) -> list[str]:
-    money = choice.money
+def _show_choices(name: str, choices: Sequence[Choice], out: Output) -> bool:
+    """Says whether there is money in it."""
+    money = any(one is not None for choice in choices for one in _money(choice))
+    head = [name, "NODES", "DISK", "RAW", "HOLDS", "HIT", "KEPT", "WRITES/DAY", "NETWORK", "DISK USE"]
+    out.table([*head, *(("COST", "SAVED", "NET") if money else ()), "SHORT OF"], [_cells(choice, money) for choice in choices])
+    return money
+
+
+def _money(choice: Choice) -> tuple[float | None, float | None, float | None]:
+    return choice.money.storage_cost, choice.money.gpu_saved, choice.money.net
+
+
+def _cells(choice: Choice, money: bool) -> list[str]:
     kept = kept_text(choice.kept_seconds)
     shares = (f"{100 * choice.network_share:.1f} %", f"{100 * choice.disk_share:.1f} %")
-    prices = ["-" if one is None else f"{one:,.0f}" for one in (money.storage_cost, money.gpu_saved, money.net)]
+    prices = ["-" if one is None else f"{one:,.0f}" for one in _money(choice)] if money else []
     head = [choice.name, str(choice.nodes), format_bytes(choice.raw_bytes / choice.nodes), format_bytes(choice.raw_bytes)]
     head += [format_bytes(choice.logical_bytes), percent(choice.hit_ratio), kept, f"{choice.drive_writes_a_day:.3g}"]
     return [*head, *shares, *prices, ", ".join(choice.short_of) or "-"]
@@ -268,8 +282,10 @@ def _show_losses(planner: Planner, purchase: Purchase, out: Output) -> dict[str,
         at_once = loss_points(planner.reuse, planner.extents, bought.nodes, lost, planner.spec.k, planner.spec.m)
         later = 100 * (bought.hit_ratio - planner.hit_ratio(planner.blocks_of(sizes[lost:]))) if lost < bought.nodes else math.nan
         found[f"{lost}"] = {"at_once": at_once, "later": later}
-    told = ", ".join(f"{lost}: {one['at_once']:.2f} and {one['later']:.2f}" for lost, one in found.items())
-    out.line(f"lost      nodes lost: points of hit rate gone until written again, and gone for want of room: {told}")
+    rows = [[int(lost), f"{one['at_once']:.2f}", f"{one['later']:.2f}"] for lost, one in found.items() if lost != "0"]
+    out.line()
+    out.table(["NODES LOST", "POINTS GONE UNTIL WRITTEN AGAIN", "POINTS GONE FOR WANT OF ROOM"], rows)
+    out.line()
     return found
 
 
@@ -298,8 +314,5 @@ def _show_judged(args: argparse.Namespace, planner: Planner, out: Output) -> dic
         weights["equal weights"] = [1.0] * len(sizes)
     choices = {name: planner.choice(name, sizes, rooms(sizes, each, spec.k, spec.m)) for name, each in weights.items()}
     out.line()
-    out.table(
-        ["THERE", "NODES", "DISK", "RAW", "HOLDS", "HIT", "KEPT", "WRITES/DAY", "NETWORK", "DISK USE", "COST", "SAVED", "NET", "SHORT OF"],
-        [_cells(choice) for choice in choices.values()],
-    )
+    _show_choices("THERE", list(choices.values()), out)
     return {name: asdict(choice) for name, choice in choices.items()}

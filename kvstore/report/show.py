@@ -14,7 +14,8 @@ _STYLE: Final = """
 :root { color-scheme: light dark }
 body { font: 14px/1.45 system-ui, sans-serif; max-width: 190mm; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.5em; margin: 0 0 .6em } h2 { font-size: 1.1em; margin: 1.6em 0 .3em }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15em 1.2em; margin: 0 } dt { opacity: .7 } dd { margin: 0 }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15em 1.2em; margin: 0 }
+dt { opacity: .7 } dd { margin: 0; white-space: pre-wrap }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .93em }
 th, td { padding: .18em .7em; text-align: left; border-bottom: 1px solid #8884 } .n { text-align: right; white-space: nowrap }
 p, li { opacity: .8; margin: .2em 0 } td:first-child { white-space: nowrap }
