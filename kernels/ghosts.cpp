@@ -33,6 +33,7 @@ Ghosts::Ghosts(std::string dir, uint64_t bytes_max) : dir_(std::move(dir)), byte
   }
   closedir(d);
   for (const uint32_t day : found) open_day(day, false);
+  while (days_.size() > 1 && bytes_locked() > bytes_max_) remove_first();
 }
 
 Ghosts::~Ghosts() {
@@ -51,7 +52,8 @@ bool Ghosts::open_day(uint32_t number, bool create) {
                      SegmentFiles::read_all(day.fd, reinterpret_cast<uint8_t*>(&header), sizeof header, 0) && header.magic == GHOST_MAGIC &&
                      header.version == VERSION && header.day == number;
   if (sound) {
-    day.rows = (uint64_t(st.st_size) - sizeof header) / sizeof(GhostRow);   // a torn last row is written over
+    // A torn last row is written over, and so is what a file holds past its limit.
+    day.rows = std::min((uint64_t(st.st_size) - sizeof header) / sizeof(GhostRow), (bytes_max_ - sizeof header) / sizeof(GhostRow));
   } else {
     header = {GHOST_MAGIC, VERSION, number};
     if (!create || ftruncate(day.fd, 0) != 0 || !SegmentFiles::write_all(day.fd, reinterpret_cast<const uint8_t*>(&header), sizeof header, 0)) {
@@ -71,11 +73,13 @@ uint64_t Ghosts::bytes_locked() const {
 }
 
 void Ghosts::expire(uint32_t today) {
-  while (!days_.empty() && days_.begin()->first != today && (days_.begin()->first + DAYS <= today || bytes_locked() > bytes_max_)) {
-    ::close(days_.begin()->second.fd);
-    unlink(path(days_.begin()->first).c_str());
-    days_.erase(days_.begin());
-  }
+  while (!days_.empty() && days_.begin()->first != today && (days_.begin()->first + DAYS <= today || bytes_locked() > bytes_max_)) remove_first();
+}
+
+void Ghosts::remove_first() {
+  ::close(days_.begin()->second.fd);
+  unlink(path(days_.begin()->first).c_str());
+  days_.erase(days_.begin());
 }
 
 GhostRow Ghosts::row_of(const GroupKey& group, const EntryFixed& fixed, const uint8_t* tags, GhostReason reason) {
@@ -87,7 +91,14 @@ GhostRow Ghosts::row_of(const GroupKey& group, const EntryFixed& fixed, const ui
 void Ghosts::learn(Day& day, const GhostRow* rows, uint64_t count) {
   const auto put = [](std::vector<uint64_t>& table, uint64_t slot) {
     uint64_t at = (slot >> 24) * 0x9E3779B97F4A7C15ull >> 20 & (table.size() - 1);
-    while (table[at]) at = (at + 1) & (table.size() - 1);
+    uint64_t* oldest = nullptr;
+    for (uint32_t same = 0; table[at]; at = (at + 1) & (table.size() - 1)) {
+      if (table[at] >> 24 != slot >> 24) continue;
+      if (!oldest || table[at] < *oldest) oldest = &table[at];
+      if (++same < PER_KEY) continue;
+      if (*oldest < slot) *oldest = slot;   // no answer holds more: a key that comes and goes all day would make every step longer
+      return;
+    }
     table[at] = slot;
   };
   if ((day.known + count) * 3 > day.table.size() * 2) {

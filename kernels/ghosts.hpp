@@ -58,6 +58,7 @@ class Ghosts {
   std::string path(uint32_t day) const { return dir_ + "/" + std::to_string(day) + ".ghost"; }
   bool open_day(uint32_t number, bool create);
   void expire(uint32_t today);
+  void remove_first();
   static void learn(Day& day, const GhostRow* rows, uint64_t count);
   uint64_t bytes_locked() const;
 

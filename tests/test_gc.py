@@ -294,6 +294,21 @@ def test_thousands_of_ghosts_are_found_again_after_a_restart(tmp_path: Path) -> 
     store.close()
 
 
+def test_of_a_key_that_came_and_went_all_day_the_latest_are_told(tmp_path: Path) -> None:
+    store = Store(str(tmp_path), virtual_clock=True)
+    for n in range(30):
+        put_all(store, [small(1, bucket=100 + n), small(2 + n, bucket=100)])
+        store.evict([row for _, row, _ in store.peek(CHAT, OWNER, 10)], Gone.EVICTED)
+    expected = list(range(129, 121, -1))
+    assert [bucket for *_, bucket, _ in store.ghosts(OWNER, keys_of(small(1)))] == expected
+    assert reasons(store, OWNER, keys_of(*(small(2 + n) for n in range(30)))) == [Gone.EVICTED] * 30
+    store.close()
+    store = Store(str(tmp_path), virtual_clock=True)
+    assert store.wait_started(10)
+    assert [bucket for *_, bucket, _ in store.ghosts(OWNER, keys_of(small(1)))] == expected
+    store.close()
+
+
 def test_ghosts_outlive_restarts_and_days_and_go_after_two_weeks(tmp_path: Path) -> None:
     day = 86400 // 60
     store = Store(str(tmp_path), virtual_clock=True)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +156,17 @@ def test_any_bytes_as_ghosts_are_no_fault(tmp_path: Path) -> None:
 
     assert store.ghosts(OWNER, np.zeros((3, 32), np.uint8)) == []
     store.close()
+
+
+def test_a_ghost_file_of_a_million_equal_rows_costs_neither_time_nor_room_past_its_limit(tmp_path: Path) -> None:
+    """A hole after a power loss reads as zeros; two files of 80 MB on a node whose ghosts may take 1 MB, or 150."""
+    stored(tmp_path)
+    for capacity, limit in ((64 << 20, 1 << 20), (300_000_000_000, 150_000_000)):
+        for day in (19000, 19001):
+            path = tmp_path / "ghosts" / f"{day}.ghost"
+            path.write_bytes(struct.pack("<QII", 0x325453484753564B, 2, day))
+            os.truncate(path, 16 + 80 * 1_000_000)
+        store = Store(str(tmp_path), capacity_bytes=capacity)
+        assert store.wait_started(20)
+        assert 0 < store.stats()["ghost_bytes"] <= limit
+        store.close()
