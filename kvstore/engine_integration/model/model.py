@@ -1,7 +1,9 @@
 """Running the network for one request, block by block, and going on from what was stored.
 
-A call computes rows [lo, hi) of one aligned block, always in products of the whole block's shape with keys up to the block's end (masked):
-how a prompt is cut, where it was resumed, and whether a token was prompt or answer do not change a bit of what is computed for it.
+A call computes rows [lo, hi) of one aligned block, always with keys up to the block's end (masked), in products of one of two shapes: all
+rows of the block, or for a few tokens the aligned tile of 8 they lie in. A model asks the machine once whether the two give the same bits
+(`tiles.py`); where not, it has the first only. So how a prompt is cut, where it was resumed, and whether a token was prompt or answer do
+not change a bit of what is computed for it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from kvstore.engine_integration.model.config import ModelConfig
 from kvstore.engine_integration.model.layout import block_layout
 from kvstore.engine_integration.model.resume import Resume
 from kvstore.engine_integration.model.state import Bytes, RequestState
+from kvstore.engine_integration.model.tiles import tile_rows
 from kvstore.errors import MisuseError
 from kvstore.keys import Namespace
 
@@ -33,6 +36,7 @@ class Model:
         self.network = network.eval()
         self.config: ModelConfig = network.config
         self.codec = codec_of(codec)
+        self.tile = tile_rows(self.network)
         self.layout = block_layout(self.config, self.codec)
         self.namespace = Namespace(weights=network.digest(), kv_dtype=f"{self.config.name}.{codec}", layout_digest=self.layout.digest())
 
@@ -79,6 +83,8 @@ class Model:
         begin = state.length
         while state.length < end:
             hi = min(end, (state.length // self.config.block + 1) * self.config.block)
+            if hi - state.length <= self.config.block // 4:  # few enough that tiles cost less than a block
+                hi = min(hi, (state.length // self.tile + 1) * self.tile)
             logits = self._rows(state, ids[state.length - begin : hi - begin], state.length, hi)
             if logits is not None:
                 found.append(logits)
@@ -92,39 +98,43 @@ class Model:
         size, layers = self.config.block, self.config.encoder_layers
         block = lo // size
         base = block * size
-        ids = torch.zeros(1, size, dtype=torch.int64)
-        ids[0, lo - base : hi - base] = torch.from_numpy(tokens)
+        begin = lo // self.tile * self.tile if lo // self.tile == (hi - 1) // self.tile else base
+        ids = torch.zeros(1, self.tile if begin + self.tile >= hi else size, dtype=torch.int64)
+        ids[0, lo - begin : hi - begin] = torch.from_numpy(tokens)
         x = self.network.embedding(ids)
-        x = self._layers(state, x, range(layers), block, lo, hi)
-        self._source(state, layers, x, block, lo, hi)
+        x = self._layers(state, x, begin, range(layers), block, lo, hi)
+        self._source(state, layers, x, begin, block, lo, hi)
         first = max(lo, state.decoder_start)
         if first >= hi:
             return None
-        x = self._layers(state, x, range(layers, self.config.layers), block, first, hi)
-        return self.network.logits(x)[0, first - base : hi - base]
+        x = self._layers(state, x, begin, range(layers, self.config.layers), block, first, hi)
+        return self.network.logits(x)[0, first - begin : hi - begin]
 
-    def _layers(self, state: RequestState, x: Tensor, layers: range, block: int, lo: int, hi: int) -> Tensor:
+    def _layers(self, state: RequestState, x: Tensor, begin: int, layers: range, block: int, lo: int, hi: int) -> Tensor:
+        """`x` holds rows from `begin` on; [lo, hi) of them are tokens, the others filler."""
         size, codec = self.config.block, self.codec.window
-        cos, sin = _rope(self.config, block)
+        base = block * size
+        shown = slice(begin - base, begin - base + x.shape[1])
+        cos, sin = (table[shown] for table in _rope(self.config, block))
         start = state.start if layers.start == 0 else state.decoder_start
-        window = window_mask(self.config, block, start)
-        rows = slice(lo - block * size, hi - block * size)
+        window = window_mask(self.config, block, start)[:, shown]
+        rows = slice(lo - begin, hi - begin)
         chosen: Tensor | None = None
         for number in layers:
             layer = self.network.layer(number)
             if number < self.config.encoder_layers:
-                self._source(state, number, x, block, lo, hi)
+                self._source(state, number, x, begin, block, lo, hi)
             buffer = state.window_buffer(number, block, lo, start)
             codes = codec.encode(layer.attention.window_rows(x, cos, sin))[0]
             values = codec.decode(codes)
             state.rings[number].put(lo, codes[rows], values[rows])
-            buffer[size + rows.start : size + rows.stop] = values[rows]
+            buffer[size + lo - base : size + hi - base] = values[rows]
             keys, mask = buffer, window
             source = self.config.source_of(number)
             if source is not None:
                 ratio = self.config.sources[source][1]
                 count = (block + 1) * size // ratio
-                visible = compressed_mask(self.config, block, ratio)
+                visible = compressed_mask(self.config, block, ratio)[:, shown]
                 if layer.indexer is not None and self.config.top_k:
                     chosen = layer.indexer(x, cos, sin, state.index[source].values[None, :count], visible)
                 keys = torch.cat([buffer, state.main[source].values[:count]])
@@ -132,7 +142,7 @@ class Model:
             x = layer(x, cos, sin, keys[None], mask)
         return x
 
-    def _source(self, state: RequestState, layer: int, x: Tensor, block: int, lo: int, hi: int) -> None:
+    def _source(self, state: RequestState, layer: int, x: Tensor, begin: int, block: int, lo: int, hi: int) -> None:
         """Where `layer` owns compressed rows: writes those that [lo, hi) completes, none below what came from blocks."""
         source = self.config.source_of(layer)
         if source is None or self.config.sources[source][0] != layer or hi <= state.write_from:
@@ -140,12 +150,13 @@ class Model:
         size, ratio = self.config.block, self.config.sources[source][1]
         base = block * size
         pending = state.pending[source]
-        pending[lo - base : hi - base] = x[0, lo - base : hi - base]
+        pending[lo - base : hi - base] = x[0, lo - begin : hi - begin]
         first, end = lo // ratio, hi // ratio
-        made = self.network.source(source)(pending[None], *_rope(self.config, block))
+        shown = slice(begin - base, begin - base + x.shape[1])
+        made = self.network.source(source)(pending[None, shown], *(table[shown] for table in _rope(self.config, block)))
         for rows, new in zip((state.main, state.index), made, strict=True):
             if new is not None:
                 codes = rows[source].codec.encode(new)[0]
                 rows[source].reserve((block + 1) * size // ratio)
-                part = slice(first - base // ratio, end - base // ratio)
+                part = slice(first - begin // ratio, end - begin // ratio)
                 rows[source].put(first, codes[part], rows[source].codec.decode(codes)[part])
