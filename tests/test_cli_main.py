@@ -17,8 +17,10 @@ from server_tools import until
 
 from kvstore.cli.codes import ERRORS, HEALTH, RANGES
 from kvstore.cli.main import COMMANDS
+from kvstore.cli.misses import MISSES
 from kvstore.config import load_settings
 from kvstore.errors import ConfigError
+from kvstore.metrics import MISS_REASONS
 from kvstore.version import described
 
 
@@ -154,6 +156,13 @@ def test_every_code_is_explained(cli: Cli) -> None:
     ran = cli.run("explain", "e107")
     assert ran.code == 0 and "a port is taken" in ran.stdout
     assert "interface" in cli.run("explain", "E599").stdout
+
+
+def test_every_reason_of_misses_is_explained(cli: Cli) -> None:
+    assert tuple(MISSES) == MISS_REASONS
+    shown = cli.run("explain", "lost shards").stdout
+    assert shown.startswith("lost_shards\n  meaning   ") and "  do        bring nodes back\n  commands  kvstore status\n" in shown
+    assert cli.run("explain", "evicted", "--json").json["data"]["kind"] == "miss"
 
 
 def test_explain_finds_the_first_differing_token(cli: Cli, tmp_path: Path) -> None:

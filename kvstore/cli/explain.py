@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.cli.codes import ERRORS, HEALTH, RANGES
 from kvstore.cli.explain_key import check_not_almost_a_key, explain_key, is_key
+from kvstore.cli.misses import MISSES
 from kvstore.cli.output import Output
 from kvstore.errors import InputError, KvstoreError, UsageError
 from kvstore.keys import BLOCK_TOKENS, KeyChain, Namespace
@@ -28,17 +29,19 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "explain",
         help="what a code means, where a block is or why it is gone, or where two prompts part",
-        description="Explains a health or error code; tells where a block's shards are, or what became of it; or compares two prompts: "
+        description="Explains a health or error code, or a reason of misses; tells where a block's shards are, or what became of it; "
+        "or compares two prompts: "
         "what differs first, and what is still shared.",
         epilog=f"""\
 examples:
   kvstore explain NODE_DOWN
   kvstore explain E107
+  kvstore explain evicted                      a reason of misses, as kvstore report names it
   kvstore explain 3f9c...                      a block key, 64 hexadecimal digits (the first block of an extent)
   kvstore explain monday.json tuesday.json     each: {_FORM}
 """,
     )
-    parser.add_argument("what", nargs="+", metavar="CODE | KEY | A.json B.json", help="one code, one block key, or two files")
+    parser.add_argument("what", nargs="+", metavar="CODE | KEY | A.json B.json", help="one code or reason, one block key, or two files")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,8 +68,7 @@ def _explain_code(code: str, args: argparse.Namespace) -> int:
             out.line(f"  {'now' if at == 0 else '':<8}  {line}")
         _causes(health.causes, out)
         out.line(f"  do        {health.fix}")
-        for at, command in enumerate(health.commands):
-            out.line(f"  {'commands' if at == 0 else '':<8}  {command}")
+        _commands(health.commands, out)
         out.result({"code": code, "kind": "health", **{f: getattr(health, f) for f in health.__slots__}, "now": now})
         return 0
     if error := ERRORS.get(code):
@@ -76,12 +78,20 @@ def _explain_code(code: str, args: argparse.Namespace) -> int:
         out.line(f"  do        {error.fix}")
         out.result({"code": code, "kind": "error", **{f: getattr(error, f) for f in error.__slots__}})
         return 0
+    if miss := MISSES.get(reason := code.lower().replace(" ", "_")):
+        out.line(reason, style="bold")
+        out.line(f"  meaning   {miss.meaning}")
+        _causes(miss.causes, out)
+        out.line(f"  do        {miss.fix}")
+        _commands(miss.commands, out)
+        out.result({"code": reason, "kind": "miss", **{f: getattr(miss, f) for f in miss.__slots__}})
+        return 0
     if re.fullmatch(r"E\d{3}", code) and (about := RANGES.get(code[:2])):
         out.line(code, style="bold")
         out.line(f"  meaning   {about}")
         out.result({"code": code, "kind": "error", "meaning": about})
         return 0
-    raise UsageError("E140", f'no code "{code}"', fix=suggestion(code, [*HEALTH, "E100 to E999"]))
+    raise UsageError("E140", f'no code "{code}"', fix=suggestion(code, [*HEALTH, "E100 to E999", *MISSES]))
 
 
 def _value_now(code: str, args: argparse.Namespace) -> list[str] | None:
@@ -101,6 +111,11 @@ def _value_now(code: str, args: argparse.Namespace) -> list[str] | None:
 def _causes(causes: tuple[str, ...], out: Output) -> None:
     for at, cause in enumerate(causes):
         out.line(f"  {'causes' if at == 0 else '':<8}  {at + 1}. {cause}")
+
+
+def _commands(commands: tuple[str, ...], out: Output) -> None:
+    for at, command in enumerate(commands):
+        out.line(f"  {'commands' if at == 0 else '':<8}  {command}")
 
 
 @dataclass(frozen=True)

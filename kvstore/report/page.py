@@ -81,7 +81,7 @@ def _misses(measured: Mapping[str, Any]) -> Table:
         [_words(reason), REASON_WORDS[reason], count(measured["miss_tokens"][reason]), points_of(measured["miss_ratio"][reason])]
         for reason in sorted(MISS_REASONS, key=lambda reason: -measured["miss_tokens"][reason])
     ]
-    return Table("Why tokens missed", ["reason", "the block", "tokens", "%"], rows, 2)
+    return Table("Why tokens missed", ["reason", "the block", "tokens", "%"], rows, 2, "what to do about one: kvstore explain REASON")
 
 
 def _ages(measured: Mapping[str, Any]) -> Table:
