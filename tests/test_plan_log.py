@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from report_tools import FIELDS, row, write
 
 from kvstore.errors import InputError
 from kvstore.layout import Layout
@@ -73,4 +74,27 @@ def test_an_empty_log_is_refused(tmp_path: Path) -> None:
     columns = [("time", pa.timestamp("ms", "UTC")), ("input_tokens", pa.uint32()), ("blocks", pa.list_(pa.uint64()))]
     pq.write_table(pa.schema(columns).empty_table().replace_schema_metadata(head), tmp_path / "access-1.parquet")
     with pytest.raises(InputError, match="no request"):
+        read_log(tmp_path)
+
+
+def test_logs_that_lie_about_themselves_are_one_clear_line_and_rows_without_values_are_left_out(tmp_path: Path) -> None:
+    sound = row(hit=256)
+    path = write(tmp_path / "access-1.parquet", [sound, dict.fromkeys(sound, None), sound | {"time": None}, row(-30_000, hit=1)])
+    assert read_log(tmp_path).requests == 1
+    strange = [pa.field("blocks", pa.list_(pa.int64())) if each.name == "blocks" else each for each in FIELDS]
+    write(path, [sound | {"blocks": [1]}], fields=strange)
+    with pytest.raises(InputError, match="column blocks is"):
+        read_log(tmp_path)
+    write(path, [sound])
+    table = pq.read_table(path)
+    for told in ("[]", "null", "{", '{"schema": "kvstore.access/1"}', '{"schema": "kvstore.access/1", "block_tokens": 0, "sample": 1}',
+                 '{"schema": "kvstore.access/1", "block_tokens": 128, "sample": NaN}'):  # fmt: skip
+        pq.write_table(table.replace_schema_metadata({"kvstore": told}), path)
+        with pytest.raises(InputError, match="E142"):
+            read_log(tmp_path)
+    write(path, [sound | {"blocks": list(range(5000))}])
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="cannot be read"):
         read_log(tmp_path)

@@ -75,6 +75,15 @@ def test_a_skipped_file_is_told_on_stderr_and_in_json(tmp_path: Path) -> None:
     assert [Path(each["path"]).name for each in ran.json["data"]["measured"]["log"]["skipped"]] == ["b.parquet"]
 
 
+def test_nulls_count_as_no_tokens_and_rows_without_a_time_as_none(tmp_path: Path) -> None:
+    sound = row(hit=100)
+    write(tmp_path / "log" / "a.parquet", [sound, dict.fromkeys(sound, None), sound | {"tenant": None, "hit_tokens": None}])
+    cli = Here(tmp_path)
+    assert "2 requests" in cli.run("report", "--log", "log", "--offline").stdout
+    assert cli.run("report", "--log", "log", "--offline", "--format", "html", "-o", "r.html").code == 0
+    assert cli.run("report", "--log", "log", "--sql", "select sum(hit_tokens), count(*) from access", "--csv").stdout.endswith("\n100,2\n")
+
+
 def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [row(hit=100)])
     assert find_logs([tmp_path, path, tmp_path]).rows == 1
@@ -172,6 +181,7 @@ secret_of_this_process = pa.table({"a": [1]})
         "select cast('x' as integer) from access",
         "select error('x')",
         "explain analyze copy access to '{log}/new.csv'",
+        "select '\udcff'",
     ],
 )
 def test_a_query_that_is_wrong_or_reaches_beyond_the_log_is_refused(tmp_path: Path, query: str) -> None:

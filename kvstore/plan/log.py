@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvstore.errors import InputError
@@ -64,19 +65,36 @@ def read_log(directory: Path, *, rate: float = 1.0) -> Accesses:
 def _head(path: Path) -> dict[str, float]:
     try:
         schema = pq.read_schema(path)
-        head = json.loads((schema.metadata or {}).get(b"kvstore", b"{}"))
-    except (pa.ArrowInvalid, ValueError):
+    except (OSError, ValueError):
         raise InputError("E142", str(path), "not a Parquet file", "remove it from the log") from None
-    missing = [name for name in COLUMNS if name not in schema.names]
-    if head.get("schema") != SCHEMA or missing:
-        cause = f"no column {missing[0]}" if missing else f"its schema is {head.get('schema')}, not {SCHEMA}"
+    try:
+        head = json.loads((schema.metadata or {}).get(b"kvstore", b"null"))
+    except ValueError:
+        head = None
+    if not isinstance(head, dict):
+        head = {}
+    cause = "" if head.get("schema") == SCHEMA else f"its schema is {head.get('schema')}, not {SCHEMA}"
+    for name, wanted in zip(COLUMNS, (pa.timestamp("ms", "UTC"), pa.uint32(), pa.list_(pa.uint64())), strict=True):
+        at = schema.get_field_index(name)
+        if not cause and (at < 0 or schema.field(at).type != wanted):
+            cause = f"column {name} is {schema.field(at).type}, not {wanted}" if at >= 0 else f"no column {name}"
+    size, sample = head.get("block_tokens"), head.get("sample")
+    if not cause and not (isinstance(size, int) and 0 < size < 2**32 and isinstance(sample, int | float) and 0 <= sample <= 1):
+        cause = f"tells blocks of {size} tokens and a sample of {sample}"
+    if cause:
         raise InputError("E142", str(path), cause, "name the directory of an access log")
     return dict(head)
 
 
 def _read(path: Path, sample: float) -> Sequence[U64]:
-    table = pq.read_table(path, columns=list(COLUMNS))
-    times = table["time"].cast(pa.timestamp("ms", "UTC")).cast(pa.int64()).to_numpy().astype(np.uint64)
+    try:
+        table = pq.read_table(path, columns=list(COLUMNS)).drop_null()  # a log has none, but a file that says it is one may
+        stamps = table["time"].cast(pa.timestamp("ms", "UTC")).cast(pa.int64())
+    except (OSError, ValueError) as error:
+        cause = (str(error).splitlines() or ["damaged"])[0][:120]
+        raise InputError("E142", str(path), f"cannot be read: {cause}", "remove it from the log") from None
+    table, stamps = (each.filter(pc.greater_equal(stamps, 0)) for each in (table, stamps))
+    times = stamps.to_numpy().astype(np.uint64)
     tokens = table["input_tokens"].to_numpy().astype(np.uint64)
     lists = table["blocks"].combine_chunks()
     lists = pa.concat_arrays(lists.chunks) if isinstance(lists, pa.ChunkedArray) else lists

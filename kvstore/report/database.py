@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import InputError, KvstoreError, UsageError
 from kvstore.report.files import LogFiles, damaged
+from kvstore.report.schema import LABELS, TOKEN_COLUMNS
 
 if TYPE_CHECKING:
     import duckdb
@@ -50,9 +51,12 @@ class Database:
 
     def _attach(self) -> None:
         listed = ", ".join(_quoted(_literal(str(path))) for path in self.files.paths)
-        self._connection.execute(
-            f"create or replace temp view rows_of_log as select * from read_parquet([{listed}]) where {self.period.condition}"
-        )
+        # A log has no nulls, but a file that says it is one may: tokens count as none, and such a row as one that does not add up.
+        known = [f"coalesce({name}, 0::uinteger) as {name}" for name in TOKEN_COLUMNS] + [
+            f"coalesce({name}, '') as {name}" for name in LABELS
+        ]
+        rows = f"select * replace ({', '.join(known)}) from read_parquet([{listed}]) where time is not null and {self.period.condition}"
+        self._connection.execute(f"create or replace temp view rows_of_log as {rows}")
         self._connection.execute(
             "create or replace temp view access as select * replace (make_timestamp(epoch_us(time)) as time) from rows_of_log"
         )
@@ -73,6 +77,8 @@ class Database:
         """A person's query. Raises UsageError E162 where it is refused or wrong."""
         import duckdb
 
+        if not _is_text(query):
+            raise UsageError("E162", "--sql", "holds bytes that are no text", "write it in UTF-8")
         try:
             statements = self._connection.extract_statements(query)
         except _errors() as error:
@@ -170,6 +176,11 @@ def plain(cell: Any) -> Any:
     if isinstance(cell, dict):
         return {str(key): plain(value) for key, value in cell.items()}
     return cell.isoformat() if hasattr(cell, "isoformat") else str(cell)
+
+
+def _is_text(argument: str) -> bool:
+    """No bytes of a command line that are no UTF-8: Python keeps them as lone surrogates."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in argument)
 
 
 def _quoted(text: str) -> str:
