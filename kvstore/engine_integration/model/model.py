@@ -71,10 +71,14 @@ class Model:
             state.start = max(0, resume.start_tokens - self.config.slots)
         return state
 
-    @torch.inference_mode()
     def feed(self, state: RequestState, tokens: Sequence[int]) -> Tensor:
         """Computes the next tokens of the prompt or the answer. Logits (n, vocabulary) of those the decoder ran over: of a prompt the last
         `slots`, of an answer all. Raises MisuseError for ids that are no tokens."""
+        return self.run(state, tokens)[1]
+
+    @torch.inference_mode()
+    def run(self, state: RequestState, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As feed, but also the decoder's outputs (n, d), which a draft layer takes."""
         ids = np.asarray(tokens, np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.config.vocabulary:
             raise MisuseError("E590", "tokens", f"ids from {ids.min()} to {ids.max()}", f"ids are 0 to {self.config.vocabulary - 1}")
@@ -85,16 +89,21 @@ class Model:
             hi = min(end, (state.length // self.config.block + 1) * self.config.block)
             if hi - state.length <= self.config.block // 4:  # few enough that tiles cost less than a block
                 hi = min(hi, (state.length // self.tile + 1) * self.tile)
-            logits = self._rows(state, ids[state.length - begin : hi - begin], state.length, hi)
-            if logits is not None:
-                found.append(logits)
+            rows = self._rows(state, ids[state.length - begin : hi - begin], state.length, hi)
+            if rows is not None:
+                found.append(rows)
             state.length = hi
             state.reached = max(state.reached, hi)
             if hi % self.config.block == 0:
                 state.take_entry()
-        return torch.cat(found) if found else torch.zeros(0, self.config.vocabulary)
+        if not found:
+            return torch.zeros(0, self.config.d), torch.zeros(0, self.config.vocabulary)
+        outputs, logits = zip(*found, strict=True)
+        return torch.cat(outputs), torch.cat(logits)
 
-    def _rows(self, state: RequestState, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], lo: int, hi: int) -> Tensor | None:
+    def _rows(
+        self, state: RequestState, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], lo: int, hi: int
+    ) -> tuple[Tensor, Tensor] | None:
         size, layers = self.config.block, self.config.encoder_layers
         block = lo // size
         base = block * size
@@ -108,7 +117,8 @@ class Model:
         if first >= hi:
             return None
         x = self._layers(state, x, begin, range(layers, self.config.layers), block, first, hi)
-        return self.network.logits(x)[0, first - begin : hi - begin]
+        shown = slice(first - begin, hi - begin)
+        return x[0, shown], self.network.logits(x)[0, shown]
 
     def _layers(self, state: RequestState, x: Tensor, begin: int, layers: range, block: int, lo: int, hi: int) -> Tensor:
         """`x` holds rows from `begin` on; [lo, hi) of them are tokens, the others filler."""

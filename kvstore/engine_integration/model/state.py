@@ -36,7 +36,7 @@ class RequestState:
         self.exact_from = 0  # window rows from here on are whole in every encoder layer
         self.approximate = False
         self.entries: dict[int, bytes] = {}
-        self.rings = [Ring(config.slots, config.latent, codec.window) for _ in range(config.layers)]
+        self.rings = [Ring(config.slots, config.spare, config.latent, codec.window) for _ in range(config.layers)]
         self.main = [Rows(config.latent, codec.main, config.block // ratio) for _, ratio in config.sources]
         self.index = [Rows(config.index_dim, codec.index, config.block // ratio) for _, ratio in config.sources if config.index_dim]
         self.pending = [torch.zeros(config.block, config.d) for _ in config.sources]  # a source's inputs of this block
@@ -80,19 +80,21 @@ class RequestState:
             return
         padded = np.zeros((self.config.encoder_layers, entry_layer_bytes(self.config, self.codec)), np.uint8)
         for layer in range(self.config.encoder_layers):
-            codes = self.rings[layer].codes.reshape(-1)
-            padded[layer, : len(codes)] = codes.numpy()
+            codes = self.rings[layer].entry(self.length).numpy().reshape(-1)
+            padded[layer, : len(codes)] = codes
         self.entries[self.length] = padded.tobytes()
         for old in sorted(self.entries)[:-ENTRIES_KEPT]:
             del self.entries[old]
 
     def import_entry(self, entry: bytes) -> None:
+        """Takes the encoder's rings at `length`."""
         if len(entry) != entry_bytes(self.config, self.codec):
             cause = f"{len(entry)} bytes, not {entry_bytes(self.config, self.codec)}"
             raise LayoutError("E587", "window entry", cause, f"take one of model {self.config.name!r} in codec {self.codec.name!r}")
         layers = torch.from_numpy(np.frombuffer(entry, np.uint8).reshape(self.config.encoder_layers, -1).copy())
         for ring, padded in zip(self.rings, layers, strict=False):
-            ring.write(padded[: ring.codes.numel()].view(ring.codes.shape))
+            row_bytes = ring.codes.shape[1]
+            ring.take(self.length, padded[: ring.slots * row_bytes].view(ring.slots, row_bytes))
 
     # --- going back ---
 
