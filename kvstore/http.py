@@ -90,6 +90,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
+    request_queue_size = 128  # with the 5 of the library a burst of scrapes would wait a second for its connections
 
     def __init__(self, address: tuple[str, int], pages: Pages) -> None:
         self.pages = pages

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.cli.cluster import ask_nodes
-from kvstore.client import Accept, Client, ClientConfig, Fidelity, access_log
+from kvstore.client import Accept, Client, ClientConfig, Fidelity, access_log, accounts
 from kvstore.client.access_log import AccessLog, fingerprints, schema
 from kvstore.client.reasons import Gap, Ghost, Limits, Miss, Split, split
 from kvstore.errors import ConfigError, MisuseError
@@ -352,6 +352,28 @@ def test_more_tokens_than_a_column_holds_are_refused_and_cost_no_other_row(clien
         log.append(2, "chat", parts_of(2**32), 0.0, KEYS)
     log.roll()
     assert (log.written, log.dropped) == (1, 0)
+
+
+def test_what_comes_after_the_log_is_closed_is_counted_as_lost(tmp_path: Path) -> None:
+    log = empty_log(tmp_path)
+    log.append(1, "chat", parts_of(1), 0.0, KEYS)
+    log.close()
+    log.append(2, "chat", parts_of(1), 0.0, KEYS)
+    assert (log.written, log.dropped) == (1, 1)
+
+
+def test_lookups_that_wait_are_bounded_in_keys_and_the_rest_is_counted_at_once(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "QUEUE_KEYS_MAX", 10)
+    with Client(cluster.map, layout=SMALL, config=ClientConfig(access_log=tmp_path / "log"), clock=CLOCK) as client:
+        client.lookup(chain(11, SMALL))
+        client.lookup(chain(10, SMALL))
+        assert client.accounts.flush(WAIT_SECONDS)
+        client.lookup(chain(10, SMALL))
+        assert client.accounts.flush(WAIT_SECONDS)
+        assert client.stats()["unexplained_lookups"] == 1
+        assert client.access_log is not None and client.access_log.written == 3
 
 
 def test_rows_that_no_file_can_hold_are_lost_and_the_next_ones_are_not(tmp_path: Path) -> None:

@@ -341,6 +341,16 @@ def test_what_grafana_needs_is_written_with_and_without_a_map(cli: Cli, tmp_path
     cli.run("dashboard", "--log", "nowhere").refused(2, "E100")
 
 
+def test_a_burst_of_connections_is_taken_without_a_second_try() -> None:
+    server = HttpServer("127.0.0.1", 0, lambda request: Page(b"ok"))
+    try:
+        with contextlib.ExitStack() as held:
+            for _ in range(100):
+                held.enter_context(socket.create_connection(("127.0.0.1", server.port), 0.9))
+    finally:
+        server.close()
+
+
 def test_a_client_that_sends_a_byte_now_and_then_holds_no_slot_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvstore_http, "REQUEST_SECONDS", 0.5)
     monkeypatch.setattr(kvstore_http, "REQUESTS_MAX", 1)

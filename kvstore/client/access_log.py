@@ -83,6 +83,7 @@ class AccessLog:
         self._writing = threading.Lock()
         self._rows: list[tuple[Any, ...]] = []
         self._prints = 0  # in them
+        self._closed = False
         self._opened = 0.0
         self.written = self.dropped = 0
         try:
@@ -100,7 +101,7 @@ class AccessLog:
             raise ValueError(f"{parts.input_tokens} tokens in one lookup")
         row = (unix_ms, retention_class, parts.input_tokens, parts.hit_tokens, *parts.missed, *parts.ages, lookup_seconds, prints)
         with self._lock:
-            if len(self._rows) >= 2 * ROWS_MAX or self._prints >= 2 * PRINTS_MAX:  # a disk that stands still
+            if self._closed or len(self._rows) >= 2 * ROWS_MAX or self._prints >= 2 * PRINTS_MAX:  # a disk that stands still
                 self.dropped += 1
                 return
             if not self._rows:
@@ -133,6 +134,9 @@ class AccessLog:
                 log.warning("%d rows of the access log in %s are lost: %s", len(rows), self._directory, error)
 
     def close(self) -> None:
+        """What comes later is lost, and counted."""
+        with self._lock:
+            self._closed = True
         self.roll()
 
     def _write(self, rows: list[tuple[Any, ...]]) -> None:

@@ -29,7 +29,8 @@ from kvstore.wire import WHY_KEYS_MAX, encode_why
 
 log = logging.getLogger(__name__)
 
-QUEUE_MAX: Final = 4096  # lookups waiting: at 600 keys of 32 bytes each, 80 MB
+QUEUE_MAX: Final = 4096  # lookups waiting
+QUEUE_KEYS_MAX: Final = 2_500_000  # of all of them: 80 MB
 BATCH_MAX: Final = 64
 KEYS_AT_ONCE: Final = 1 << 14  # asked in one round
 LINGER_SECONDS: Final = 0.05  # one batch for the lookups of so long
@@ -86,6 +87,7 @@ class Accounts:
         self._counters = counters
         self._log = access_log
         self._queue: deque[Account] = deque()
+        self._queue_keys = 0
         self._changed = threading.Condition()
         self._busy = self._stopping = False
         self._hurry = 0  # who waits in flush()
@@ -95,8 +97,9 @@ class Accounts:
         with self._changed:
             if self._stopping:
                 return
-            if len(self._queue) < QUEUE_MAX:
+            if len(self._queue) < QUEUE_MAX and self._queue_keys + len(account.keys) <= QUEUE_KEYS_MAX:
                 self._queue.append(account)
+                self._queue_keys += len(account.keys)
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="kvstore-accounts", daemon=True)
                     self._thread.start()
@@ -124,6 +127,7 @@ class Accounts:
             self._stopping = True
             left = list(self._queue)
             self._queue.clear()
+            self._queue_keys = 0
             self._changed.notify_all()
         if left:
             self._counters.unexplained(len(left))
@@ -144,6 +148,7 @@ class Accounts:
                     return
                 self._changed.wait_for(lambda: bool(self._hurry) or self._stopping or len(self._queue) >= BATCH_MAX, LINGER_SECONDS)
                 batch = [self._queue.popleft() for _ in range(min(BATCH_MAX, len(self._queue)))]
+                self._queue_keys -= sum(len(account.keys) for account in batch)
                 self._busy = bool(batch)
             try:
                 if batch:
