@@ -54,7 +54,7 @@ def format_seconds(seconds: float) -> str:
     """ "1.8 ms", "4.2 s", "12 min", "3.5 h", "6.9 d"."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
-    for limit, unit, name in ((100, 1, "s"), (6000, 60, "min"), (48 * 3600, 3600, "h")):
+    for limit, unit, name in ((100, 1, "s"), (3597, 60, "min"), (86220, 3600, "h")):  # what would round to 60.0 min is an hour
         if seconds < limit:
             return f"{seconds / unit:.1f} {name}"
     return f"{seconds / 86400:.1f} d"

@@ -21,6 +21,7 @@ from kvstore.cli.misses import MISSES
 from kvstore.config import load_settings
 from kvstore.errors import ConfigError
 from kvstore.metrics import MISS_REASONS
+from kvstore.units import format_seconds
 from kvstore.version import described
 
 
@@ -246,3 +247,18 @@ def test_arguments_that_are_no_text_are_shown_and_not_a_bug(cli: Cli, tmp_path: 
         )
         assert done.returncode == 2 and b"E131" in done.stderr + done.stdout, done.stderr
         assert where or b"\\udcff" in done.stdout
+
+
+def test_hours_and_days_are_said_as_such() -> None:
+    spans = (59.9, 300, 3596, 3599.9, 3600, 5400, 86_399, 86_400, 604_800)
+    assert [format_seconds(span) for span in spans] == [
+        "59.9 s",
+        "5.0 min",
+        "59.9 min",
+        "1.0 h",
+        "1.0 h",
+        "1.5 h",
+        "1.0 d",
+        "1.0 d",
+        "7.0 d",
+    ]

@@ -236,9 +236,9 @@ def test_traffic_and_what_is_kept_are_shown_and_no_traffic_is_said_in_words(cli:
 def test_the_kept_line_says_whether_anything_went_before_its_time() -> None:
     where = ClusterMap.local([Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{7000 + i}") for i in range(2)], k=1, m=1)
     everything = [report(where, 0, values=kept(7200.0)), report(where, 1, values=kept(3600.0))]
-    assert [status._kept_words(each) for each in retention(where, everything)] == ["chat all, oldest 60.0 min of 7.0 d"]
+    assert [status._kept_words(each) for each in retention(where, everything)] == ["chat all, oldest 1.0 h of 7.0 d"]
     some = [report(where, 0, values=kept(7200.0, lru=1.0)), report(where, 1, values=kept(3600.0))]
-    assert [status._kept_words(each) for each in retention(where, some)] == ["chat all, oldest 60.0 min of 7.0 d"], "the other has it all"
+    assert [status._kept_words(each) for each in retention(where, some)] == ["chat all, oldest 1.0 h of 7.0 d"], "the other has it all"
     both = [report(where, i, values=kept(hours * 3600.0, lru=1.0, expired=3.0)) for i, hours in enumerate((2.0, 1.0))]
     assert [status._kept_words(each) for each in retention(where, both)] == ["chat 2.0 h of 7.0 d"]
     assert status._reached(retention(where, both)) == "   (75.0 % of dropped bytes had reached their time)"

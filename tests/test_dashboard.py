@@ -326,7 +326,7 @@ def test_tenants_and_models_of_the_last_hour_come_from_the_access_log(
     assert "no such file" in RecentLog(tmp_path / "nowhere").data()["error"]
     with dashboard(cli, "--log", str(tmp_path / "log")) as url, Tab(chromium, url) as tab:
         shown = tab.text("#log")
-        assert "last 60.0 min: 4 requests in 2 files" in shown and re.search(r"acme\s+12,288\s+0\.0 %", shown) and tab.complaints == []
+        assert "last 1.0 h: 4 requests in 2 files" in shown and re.search(r"acme\s+12,288\s+0\.0 %", shown) and tab.complaints == []
 
 
 def test_what_grafana_needs_is_written_with_and_without_a_map(cli: Cli, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_promises_that_were_not_kept_are_told_beside_those_that_were() -> None:
     space = {"used_bytes": 5, "capacity_bytes": 10, "seconds_until_full": None}
     cluster = {"id": "a", "epoch": 1, "k": 10, "m": 2, "answers": True, "nodes_up": 12, "nodes_total": 12, "losses": "well"}
     facts = dict(cluster_facts({**cluster, "space": space, "retention": rows}, ""))
-    assert facts["promise"] == "chat 7.0 d: 5.0 d kept, NOT MET   agent 24.0 h: 2.5 d kept, met   none: all kept, oldest 3.0 d"
+    assert facts["promise"] == "chat 7.0 d: 5.0 d kept, NOT MET   agent 1.0 d: 2.5 d kept, met   none: all kept, oldest 3.0 d"
     assert facts["dropped"] == "3.0 MB since the nodes started, 50.0 % of it had reached its class's time"
     assert facts["space"] == "5 B of 10 B raw (50.0 %)"
 
