@@ -157,7 +157,7 @@ def format_days(seconds: float) -> str:
 
 def printable(text: Any) -> str:
     """A name from outside as one short piece of a line: no control characters, which a terminal would obey."""
-    if text is None:
+    if text in (None, ""):
         return "-"
     shown = "".join(letter if letter.isprintable() else "�" for letter in str(text))
     return shown if len(shown) <= 60 else shown[:59] + "…"
