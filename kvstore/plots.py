@@ -100,7 +100,7 @@ def format_of(path: Path) -> str:
     """ "svg" or "png": to be asked before the work that ends in a plot. Raises UsageError E142."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS:
-        raise UsageError("E142", f'plot "{path}"', "its name ends neither in .svg nor in .png", "name it so")
+        raise UsageError("E140", f'plot "{path}"', "its name ends neither in .svg nor in .png", "name it so")
     return ending
 
 
@@ -126,7 +126,7 @@ def _axes(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("E142", "a plot", "matplotlib is not installed", "pip install 'kvstore[plots]'") from None
+        raise UsageError("E160", "a plot", "matplotlib is not installed", "pip install 'kvstore[plots]'") from None
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

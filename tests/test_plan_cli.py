@@ -74,7 +74,7 @@ def test_a_log_is_planned_like_its_trace_and_a_sampled_one_knows_its_limits(caps
     assert [row["hit_ratio"] for row in part["grid"]] == pytest.approx([row["hit_ratio"] for row in whole["grid"]], abs=0.02)
     assert all(row["band_points"] > 0 for row in part["grid"][:-1])
     assert main(["plan", str(tmp_path / "part"), "--policy", "all"]) == 2
-    assert "E142" in capsys.readouterr().err
+    assert "E140" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "whole"), "--explain", str(tmp_path / "a.md")]) == 2
     assert "E142" in capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_traffic_and_prices_scale_the_purchase(capsys: Capture, tmp_path: Path) 
         ([str(CONVERSATION), "--keep", "soon"], "E102"),
         ([str(CONVERSATION), "--tokens-a-day", "lots"], "E132"),
         ([str(CONVERSATION), "--tokens-a-day", "1T", "--scale", "2"], "E140"),
-        ([str(CONVERSATION), "--plot", "a.pdf"], "E142"),
+        ([str(CONVERSATION), "--plot", "a.pdf"], "E140"),
         ([str(CONVERSATION), "--plot", "nowhere/a.svg"], "E100"),
         ([str(CONVERSATION), "--nodes", "3x4TB"], "E103"),
         ([str(CONVERSATION), "--price", "gold=3"], "E101"),

@@ -32,5 +32,5 @@ def test_the_names_end_decides_the_format(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     save(lines([CURVE], title="", x_label="", y_label=""), tmp_path / "a.svg")
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()
-    with pytest.raises(UsageError, match="E142"):
+    with pytest.raises(UsageError, match="E140"):
         format_of(tmp_path / "a.pdf")

@@ -67,7 +67,7 @@ def chosen(names: str) -> list[Policy]:
 def require_every_block(accesses: Accesses) -> None:
     """Raises UsageError for a log that holds a sample."""
     if accesses.sample < 1:
-        raise UsageError("E142", "--policy", "needs every block, this log holds a sample", "take a log with sample 1.0, or a trace")
+        raise UsageError("E140", "--policy", "needs every block, this log holds a sample", "take a log with sample 1.0, or a trace")
 
 
 def simulate(accesses: Accesses, policy: Policy, capacity_blocks: int) -> Outcome:
