@@ -205,7 +205,7 @@ ERRORS: Final = {
     "E140": ErrorCode("the command line was not understood", (), "kvstore COMMAND --help"),
     "E141": ErrorCode("no cluster is known", ("no `kvstore up` runs for this user", "no --map"), "kvstore up, or --map FILE"),
     "E142": ErrorCode("an input file cannot be used", ("wrong file", "not readable"), "the message says what is expected"),
-    "E143": ErrorCode("not enough disk space, memory or descriptors", ("a full disk", "a low ulimit -n"), "free some, or ask for less: --capacity"),
+    "E143": ErrorCode("too little disk, memory or descriptors", ("a full disk", "a low ulimit -n"), "free some, or ask for less"),
     "E144": ErrorCode("a stored file is not known here", ("it was put by another user or host",), "kvstore get --list, or give its handle"),
     "E121": ErrorCode("a daemon's setting is out of range, or two ports are the same", (), "the message names the range"),
     "E122": ErrorCode("a data directory cannot be used", ("it is not there", "no directory", "no permission"), "make it, or name another"),
