@@ -123,11 +123,29 @@ def test_a_mute_of_what_is_still_young_outlives_its_coming_of_age(tmp_path: Path
     assert shown[0].severity == "WARN" and overall(shown) == "OK"
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"seen": {"a": 1}, "mutes": []}', '{"seen": {}, "mutes": [{"code": "NO"}]}'])
+FOREVER = '{"seen": {}, "mutes": [{"code": "NODE_DOWN", "subject": "*", "until": %s, "severity": "", "count": 0}]}'
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        "[]",
+        '{"seen": {"a": 1}, "mutes": []}',
+        '{"seen": {"NODE_DOWN node-03": [-1e308, 1e308]}, "mutes": []}',
+        '{"seen": {}, "mutes": [{"code": "NO"}]}',
+        FOREVER % "1e308",
+        FOREVER % ("1" + "0" * 400),
+        FOREVER % "NaN",
+        FOREVER % "1e10",
+    ],
+)
 def test_a_damaged_memory_costs_no_more_than_what_it_said(tmp_path: Path, clock: Clock, damage: str) -> None:
     (tmp_path / "map.toml.health.json").write_text(damage)
     shown, memory = settled(tmp_path, clock, check("NODE_DOWN"))
-    assert shown[0].lasted_seconds == 0 and json.loads(memory.path.read_text())["seen"]
+    assert shown[0].lasted_seconds == 0 and json.loads(memory.path.read_text())["seen"] and not shown[0].muted_until
 
 
 def test_no_mute_is_for_ever(tmp_path: Path, clock: Clock) -> None:

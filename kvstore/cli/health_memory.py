@@ -27,6 +27,7 @@ from kvstore.errors import UsageError
 
 GAP_SECONDS: Final = 7 * 86400.0  # a fault last seen longer ago is taken as new
 MUTE_SECONDS_MAX: Final = 30 * 86400.0
+UNIX_SECONDS_MAX: Final = 1e11  # past any clock; dates end soon after
 ANY: Final = "*"
 _RANK: Final = {"INFO": 0, "WARN": 1, "ERR": 2}
 
@@ -134,11 +135,13 @@ class HealthMemory:
                 raise
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
             data = json.loads(self.path.read_text())
             seen = {str(key): (float(first), float(last)) for key, (first, last) in data["seen"].items()}
             mutes = [Mute(str(m["code"]), str(m["subject"]), float(m["until"]), str(m["severity"]), int(m["count"])) for m in data["mutes"]]
-            if all(mute.code in HEALTH and mute.severity in ("", *_RANK) for mute in mutes):
+            sound = all(0 <= first < UNIX_SECONDS_MAX and 0 <= last < UNIX_SECONDS_MAX for first, last in seen.values())
+            latest = self._clock() + MUTE_SECONDS_MAX
+            if sound and all(m.code in HEALTH and m.severity in ("", *_RANK) and 0 <= m.until <= latest for m in mutes):
                 self.seen, self.mutes = seen, {_key(mute.code, mute.subject): mute for mute in mutes}
 
 
