@@ -20,7 +20,7 @@ from kvstore.client.metrics import serve_metrics
 from kvstore.cluster_view import merged, quantile
 from kvstore.errors import UsageError
 from kvstore.layout import Layout
-from kvstore.live.collector import Collector
+from kvstore.live.collector import Collector, kept_seconds
 from kvstore.live.counts import Counts, added, joined, split
 from kvstore.live.frame import Data
 from kvstore.live.scrape import ask_clients, client_url, parse
@@ -220,3 +220,8 @@ def test_a_replay_can_be_watched_while_it_plays(cluster: LocalCluster, tmp_path:
     said = Cli(tmp_path).run("replay", ROOT / "kvstore/replay/conversation_300.jsonl.gz", *words)
     assert said.code == 0 and f"kvstore dashboard --map {cluster.map_path} --client http://127.0.0.1:{port}" in said.stderr
     Cli(tmp_path).run("replay", "x.jsonl", "--serve-metrics", "0").refused(2, "E131")
+
+
+def test_a_class_that_cannot_be_read_is_not_shown_as_kept_for_as_long_as_its_oldest() -> None:
+    assert kept_seconds({"attained_seconds": 0.0, "oldest_seconds": 86400.0}) == 0.0
+    assert kept_seconds({"attained_seconds": None, "oldest_seconds": 86400.0}) == 86400.0

@@ -334,7 +334,7 @@ class Collector:
             "errors_per_second": traffic["errors_per_second"],
             "used_ratio": frame["space"]["used_ratio"],
             "nodes_up": frame["nodes_up"],
-            "kept": {row["retention_class"]: row["attained_seconds"] or row["oldest_seconds"] for row in frame["classes"]},
+            "kept": {row["retention_class"]: kept_seconds(row) for row in frame["classes"]},
         }
         with self._lock:
             self._history.append(slim)
@@ -368,3 +368,10 @@ def _between(before: NodeReport | None, after: NodeReport, seconds: float) -> di
     if before is not None and after.uptime_seconds <= seconds:  # began in this interval
         return added({}, after.values)
     return None
+
+
+def kept_seconds(row: Data) -> float | None:
+    """Of a class: what is attained (0: too many nodes are down for anything to be read); where nothing bounds it, the age of its oldest."""
+    attained: float | None = row["attained_seconds"]
+    oldest: float | None = row["oldest_seconds"]
+    return oldest if attained is None else attained
