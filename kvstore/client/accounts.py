@@ -57,7 +57,7 @@ class Account:
 
     def missing(self) -> list[int]:
         """Blocks whose reason only the ghost index can tell."""
-        blocks = len(self.limits.bounds()) - 1
+        blocks = self.limits.blocks
         if self.hit_blocks >= blocks:
             return []
         open_blocks = np.ones(blocks, bool)

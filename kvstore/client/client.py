@@ -158,12 +158,11 @@ class Client:
     ) -> None:
         """Counts the lookup; why it fell short is found out in the background."""
         found = hit.pieces[-1].end if hit.pieces else 0
-        bounds = limits.bounds()
-        usable = min(found, len(bounds) - 1)
+        usable = min(found, limits.blocks)
         missing = window is not None and usable > 0 and not window(usable)
         seconds = time.monotonic() - began
-        full = bool(usable) and usable == len(bounds) - 1 and not missing
-        self._counters.looked_up(retention_class, limits.input_tokens, int(bounds[usable - missing]), full, seconds)
+        full = bool(usable) and usable == limits.blocks and not missing
+        self._counters.looked_up(retention_class, limits.input_tokens, limits.before(usable - missing), full, seconds)
         if not self.config.accounting:
             return
         step = self.map.bucket_seconds

@@ -8,6 +8,7 @@ needed age  of the extents so far   of what expired or was evicted, as far    -
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -69,16 +70,21 @@ class Limits:
     block_tokens: int
     keys: int
 
-    def bounds(self) -> I64s:
-        """(blocks + 1,): block i is tokens [bounds[i], bounds[i + 1]). Only blocks that may hit; what is beyond is tail."""
-        size = self.block_tokens
-        if self.recompute_tokens:
-            usable = max(0, self.input_tokens - self.recompute_tokens) // size * size
-        else:
-            usable = self.input_tokens
-        blocks = min(self.keys, -(-usable // size))
-        found: I64s = np.minimum(np.arange(blocks + 1, dtype=np.int64) * size, usable)
-        return found
+    @property
+    def usable_tokens(self) -> int:
+        """As far as a hit may go."""
+        if not self.recompute_tokens:
+            return self.input_tokens
+        return max(0, self.input_tokens - self.recompute_tokens) // self.block_tokens * self.block_tokens
+
+    @property
+    def blocks(self) -> int:
+        """That may hit; what is beyond is tail."""
+        return min(self.keys, -(-self.usable_tokens // self.block_tokens))
+
+    def before(self, block: int) -> int:
+        """Tokens in front of a block of them, or of the tail."""
+        return min(block * self.block_tokens, self.usable_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,32 +111,42 @@ def split(
     bucket_seconds: int,
 ) -> Split:
     """`hit_ages`: (end of a piece in blocks, seconds since its last use), in order. `late`: what is unknown could not be asked in time."""
-    bounds = limits.bounds()
-    blocks = len(bounds) - 1
+    blocks = limits.blocks
     hit = min(hit_blocks, blocks)
     missed = [0] * len(Miss)
-    missed[Miss.TAIL] = limits.input_tokens - int(bounds[-1])
-    ages: npt.NDArray[np.float64] = np.zeros(blocks)
+    missed[Miss.TAIL] = limits.input_tokens - limits.before(blocks)
+    ages = [0] * (len(REUSE_AGE_BOUNDS_SECONDS) + 1)
+    needed = age_token_seconds = 0.0
+
+    def use(first: int, end: int, seconds: float) -> None:
+        """Blocks [first, end) need this age, or what those before them need."""
+        nonlocal needed, age_token_seconds
+        needed = max(needed, seconds)
+        tokens = limits.before(end) - limits.before(first)
+        ages[bisect.bisect_left(REUSE_AGE_BOUNDS_SECONDS, needed)] += tokens
+        age_token_seconds += needed * tokens
+
     at = 0
-    for end, seconds in hit_ages:
-        ages[at:end] = seconds
-        at = end
-    counted = hit  # blocks whose needed age is known, none in between being of another kind
+    for piece_end, seconds in hit_ages:
+        end = min(piece_end, hit)
+        if end > at:
+            use(at, end, seconds)
+            at = end
+    use(at, hit, 0.0)
     if hit < blocks:
-        reasons, ghost_ages = _label(keys[:blocks], hit, gaps, ghosts, late, bucket, bucket_seconds)
-        tokens = np.bincount(reasons, np.diff(bounds)[hit:], len(Miss)).astype(np.int64)
-        for reason in Miss:
-            missed[reason] += int(tokens[reason])
-        priced = (reasons == Miss.EXPIRED) | (reasons == Miss.EVICTED)
-        counted = blocks if priced.all() else hit + int(priced.argmin())
-        ages[hit:] = ghost_ages
-    hit_tokens = int(bounds[hit])
-    needed, each = np.maximum.accumulate(ages[:counted]), np.diff(bounds)[:counted]
+        reasons, own_ages = _label(keys[:blocks], hit, gaps, ghosts, late, bucket, bucket_seconds)
+        priced = True  # as long as nothing else is in between
+        for block, (reason, seconds) in enumerate(zip(reasons.tolist(), own_ages.tolist(), strict=True), hit):
+            missed[reason] += limits.before(block + 1) - limits.before(block)
+            priced = priced and reason in (Miss.EXPIRED, Miss.EVICTED)
+            if priced:
+                use(block, block + 1, seconds)
+    hit_tokens = limits.before(hit)
     if window_missing and hit:
-        lost = int(bounds[hit] - bounds[hit - 1])
+        lost = hit_tokens - limits.before(hit - 1)
         hit_tokens -= lost
         missed[Miss.WINDOW] += lost
-    return Split(limits.input_tokens, hit_tokens, tuple(missed), _by_age(needed, each), float(needed @ each))
+    return Split(limits.input_tokens, hit_tokens, tuple(missed), tuple(ages), age_token_seconds)
 
 
 def _label(
@@ -169,8 +185,3 @@ def _label(
         broken = reasons[~there]
         reasons[there] = broken[0] if len(broken) and not there[0] else Miss.DEADLINE
     return reasons, ages
-
-
-def _by_age(ages: npt.NDArray[np.float64], tokens: I64s) -> tuple[int, ...]:
-    bins = np.searchsorted(REUSE_AGE_BOUNDS_SECONDS, ages)
-    return tuple(np.bincount(bins, tokens, len(REUSE_AGE_BOUNDS_SECONDS) + 1).astype(np.int64).tolist())
