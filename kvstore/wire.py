@@ -323,8 +323,9 @@ def decode_admit_reply(body: bytes) -> list[Vote]:
     return [Vote(vote) if vote in _VOTES else Vote.YES for (vote,) in struct.iter_unpack("<I", body)]
 
 
-def encode_why(keys: Sequence[bytes], *, owner: bytes = NO_OWNER) -> bytes:
-    return _WHY_REQUEST.pack(owner, len(keys), 0) + b"".join(keys)
+def encode_why(keys: Sequence[bytes], count: int | None = None, *, owner: bytes = NO_OWNER) -> bytes:
+    """`count`: of keys, where they come joined."""
+    return _WHY_REQUEST.pack(owner, len(keys) if count is None else count, 0) + b"".join(keys)
 
 
 def decode_why_reply(body: bytes) -> list[Ghost]:

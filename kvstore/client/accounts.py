@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,8 +21,7 @@ import numpy as np
 from kvstore.client.access_log import AccessLog
 from kvstore.client.counters import Counters
 from kvstore.client.native import GHOST, U8, WHY
-from kvstore.client.planner import Planner
-from kvstore.client.reasons import Gap, Ghost, Limits, Miss, Split, split
+from kvstore.client.reasons import Gap, Ghost, I64s, Limits, Miss, Split, split
 from kvstore.kernels import _native
 from kvstore.placement import Placement
 from kvstore.wire import WHY_KEYS_MAX, encode_why
@@ -32,10 +31,10 @@ log = logging.getLogger(__name__)
 QUEUE_MAX: Final = 4096  # lookups waiting
 QUEUE_KEYS_MAX: Final = 2_500_000  # of all of them: 80 MB
 BATCH_MAX: Final = 64
-KEYS_AT_ONCE: Final = 1 << 14  # asked in one round
+KEYS_AT_ONCE: Final = 1 << 12  # asked in one round: a node answers its half in half a millisecond
 LINGER_SECONDS: Final = 0.05  # one batch for the lookups of so long
 ASK_SECONDS: Final = 2.0
-_OTHERS: Final = 1  # beside the first: a node that was down while it happened remembers nothing
+NODES_ASKED: Final = 2  # about each key: a node that was down while it happened remembers nothing
 
 
 @dataclass(slots=True)
@@ -55,17 +54,17 @@ class Account:
     lookup_seconds: float
     ghosts: list[Ghost] = field(default_factory=list)
 
-    def missing(self) -> list[int]:
+    def missing(self) -> I64s:
         """Blocks whose reason only the ghost index can tell."""
         blocks = self.limits.blocks
         if self.hit_blocks >= blocks:
-            return []
+            return np.empty(0, np.int64)
         open_blocks = np.ones(blocks, bool)
         open_blocks[: self.hit_blocks] = False
         for gap in self.gaps:
             if gap.why is None or gap.why is Miss.FIDELITY:
                 open_blocks[gap.start : gap.end] = False
-        return np.flatnonzero(open_blocks).tolist()
+        return np.flatnonzero(open_blocks)
 
 
 class Accounts:
@@ -177,30 +176,39 @@ class Accounts:
         )  # fmt: skip
 
     def _ask(self, batch: list[Account]) -> None:
-        wanted = [(account, block) for account in batch for block in account.missing()]
-        for at in range(0, len(wanted), KEYS_AT_ONCE):
-            self._ask_some(wanted[at : at + KEYS_AT_ONCE])
+        missing = [account.missing() for account in batch]
+        whose = np.repeat(np.arange(len(batch)), [len(blocks) for blocks in missing])
+        if not len(whose):
+            return
+        blocks = np.concatenate(missing)
+        keys = np.concatenate([account.keys[wanted] for account, wanted in zip(batch, missing, strict=True)])
+        for at in range(0, len(keys), KEYS_AT_ONCE):
+            part = slice(at, at + KEYS_AT_ONCE)
+            self._ask_some(batch, whose[part], blocks[part], keys[part])
 
-    def _ask_some(self, wanted: list[tuple[Account, int]]) -> None:
-        keys = np.stack([account.keys[block] for account, block in wanted])
-        planner = Planner(self._placements, keys, self._core.health())
-        frames: list[tuple[int, list[int]]] = []
-        open_frames: dict[int, list[int]] = {}
-        rounds = (planner.first(), planner.elsewhere(np.arange(len(keys), dtype=np.int32), _OTHERS))
-        for indices, nodes in rounds:
-            for index, node in zip(indices.tolist(), nodes.tolist(), strict=True):
-                frame = open_frames.get(node)
-                if frame is None or len(frame) == WHY_KEYS_MAX:
-                    frame = open_frames[node] = []
-                    frames.append((node, frame))
-                frame.append(index)
-        body = [(node, WHY, encode_why([keys[index].tobytes() for index in frame], owner=self._owner)) for node, frame in frames]
-        answers = self._core.call_many(body, ASK_SECONDS)
-        for (_, frame), (status, answer) in zip(frames, answers, strict=True):
+    def _ask_some(self, batch: list[Account], whose: I64s, blocks: I64s, keys: U8) -> None:
+        """All of it in arrays: what runs here takes the interpreter from lookups that somebody waits for."""
+        frames: list[tuple[int, I64s]] = []
+        for nodes in self._nodes(keys):
+            for node in np.unique(nodes).tolist():
+                mine = np.flatnonzero(nodes == node)
+                frames += [(node, mine[at : at + WHY_KEYS_MAX]) for at in range(0, len(mine), WHY_KEYS_MAX)]
+        requests = [(node, WHY, encode_why([keys[mine].tobytes()], len(mine), owner=self._owner)) for node, mine in frames]
+        answers = self._core.call_many(requests, ASK_SECONDS)
+        for (_, mine), (status, answer) in zip(frames, answers, strict=True):
             if status != 0 or len(answer) < 8 or (len(answer) - 8) % GHOST.itemsize:
                 continue
             for row in np.frombuffer(answer, GHOST, offset=8):
-                if row["ordinal"] < len(frame) and 0 < row["blocks"] <= GHOST["tags"].itemsize:
-                    account, block = wanted[frame[row["ordinal"]]]
+                if row["ordinal"] < len(mine) and 0 < row["blocks"] <= GHOST["tags"].itemsize:
+                    index = mine[row["ordinal"]]
                     tags = row["tags"][: row["blocks"]].tobytes()
-                    account.ghosts.append(Ghost(block, int(row["reason"]), int(row["last_bucket"]), tags))
+                    batch[whose[index]].ghosts.append(Ghost(int(blocks[index]), int(row["reason"]), int(row["last_bucket"]), tags))
+
+    def _nodes(self, keys: U8) -> Iterator[I64s]:
+        """NODES_ASKED times a node of each key's list: the same few nodes for as many keys as possible, others in every batch."""
+        health = self._core.health().astype(np.int64)
+        rank = health * len(health) + np.random.permutation(len(health))
+        for placement in self._placements.values():
+            rows = placement.table()[placement.pg_of(keys)]
+            best = np.argsort(rank[rows], axis=1)[:, :NODES_ASKED]
+            yield from np.take_along_axis(rows, best, axis=1).T.astype(np.int64)

@@ -135,12 +135,13 @@ def split(
     use(at, hit, 0.0)
     if hit < blocks:
         reasons, own_ages = _label(keys[:blocks], hit, gaps, ghosts, late, bucket, bucket_seconds)
-        priced = True  # as long as nothing else is in between
-        for block, (reason, seconds) in enumerate(zip(reasons.tolist(), own_ages.tolist(), strict=True), hit):
-            missed[reason] += limits.before(block + 1) - limits.before(block)
-            priced = priced and reason in (Miss.EXPIRED, Miss.EVICTED)
-            if priced:
-                use(block, block + 1, seconds)
+        bounds = np.minimum(np.arange(hit, blocks + 1) * limits.block_tokens, limits.usable_tokens)
+        for at, tokens in enumerate(np.bincount(reasons, np.diff(bounds), len(Miss)).tolist()):
+            missed[at] += int(tokens)
+        priced = (reasons == Miss.EXPIRED) | (reasons == Miss.EVICTED)
+        counted = len(priced) if priced.all() else int(priced.argmin())  # behind anything else no retention would have helped
+        for block, seconds in enumerate(own_ages[:counted].tolist(), hit):
+            use(block, block + 1, seconds)
     hit_tokens = limits.before(hit)
     if window_missing and hit:
         lost = hit_tokens - limits.before(hit - 1)
