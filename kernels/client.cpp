@@ -54,6 +54,7 @@ struct Promise { std::shared_ptr<PromiseCall> call; };
 // Ends its load when Python lets go of it, so that a forgotten load never writes into freed memory.
 struct Load {
   std::shared_ptr<LoadJob> job;
+  RowsOut memory;   // the destination: let go of once the load has ended, in whatever order Python drops its side
   pid_t pid = getpid();
   ~Load() {
     if (getpid() != pid) new std::shared_ptr<LoadJob>(std::move(job));   // a forked child has none of the threads that would let go
@@ -179,7 +180,7 @@ nb::object load(ClientCore& core, const nb::bytes& owner, uint64_t epoch, const 
     nb::gil_scoped_release release;
     job = core.load(std::move(plan));
   }
-  return nb::cast(new Load{std::move(job)}, nb::rv_policy::take_ownership);
+  return nb::cast(new Load{std::move(job), destination}, nb::rv_policy::take_ownership);
 }
 
 uint64_t store(ClientCore& core, const nb::bytes& owner, uint64_t write_epoch, const Longs1& write_ids, const Words2& spans, const Ints2& nodes,
