@@ -231,17 +231,30 @@ void append_reply(Conn& conn, const wire::FrameHeader& request, const std::vecto
   append_header(conn.out, request, wire::Kind::REPLY, Status::OK, uint32_t(body.size()), wire::body_check(body.data(), body.size()), 0);
   conn.out.insert(conn.out.end(), body.begin(), body.end());
 }
+
+// Takes the fixed part of a request whose body is that and `count` items, exactly. Its other fields are the verb's to check.
+template <class Request>
+Status take_request(const wire::FrameHeader& header, const uint8_t* body, uint32_t count_max, size_t item_bytes, Request& request) {
+  if (header.body_bytes < sizeof request) return Status::BAD_REQUEST;
+  std::memcpy(&request, body, sizeof request);
+  if (request.count > count_max) return Status::TOO_LARGE;
+  return header.body_bytes == sizeof request + uint64_t(request.count) * item_bytes ? Status::OK : Status::BAD_REQUEST;
+}
+
+template <class Request>
+Owner owner_of(const Request& request) {
+  Owner owner;
+  std::memcpy(owner.data(), request.owner, owner.size());
+  return owner;
+}
 }  // namespace
 
 Status SmallLoop::discover(Conn& conn, const wire::FrameHeader& header, const uint8_t* body) {
   wire::DiscoverRequest request;
-  if (header.body_bytes < sizeof request) return Status::BAD_REQUEST;
-  std::memcpy(&request, body, sizeof request);
-  if (request.count > wire::KEYS_MAX) return Status::TOO_LARGE;
-  if (header.body_bytes != sizeof request + uint64_t(request.count) * KEY_BYTES || request.flags) return Status::BAD_REQUEST;
+  if (const Status why = take_request(header, body, wire::KEYS_MAX, KEY_BYTES, request); why != Status::OK) return why;
+  if (request.flags) return Status::BAD_REQUEST;
   shared_.stats.saw_epoch(request.epoch);
-  Owner owner;
-  std::memcpy(owner.data(), request.owner, owner.size());
+  const Owner owner = owner_of(request);
   wire::DiscoverReply total{};
   result_.assign(sizeof total, 0);
   for (uint32_t first = 0; first < request.count && !total.busy; first += DISCOVER_KEYS) {
@@ -274,10 +287,7 @@ Status SmallLoop::discover(Conn& conn, const wire::FrameHeader& header, const ui
 
 Status SmallLoop::promise(Conn& conn, const wire::FrameHeader& header, const uint8_t* body) {
   wire::PromiseRequest request;
-  if (header.body_bytes < sizeof request) return Status::BAD_REQUEST;
-  std::memcpy(&request, body, sizeof request);
-  if (request.count > wire::KEYS_MAX) return Status::TOO_LARGE;
-  if (header.body_bytes != sizeof request + uint64_t(request.count) * sizeof(wire::WritingName)) return Status::BAD_REQUEST;
+  if (const Status why = take_request(header, body, wire::KEYS_MAX, sizeof(wire::WritingName), request); why != Status::OK) return why;
   if (request.flags & ~(wire::PROMISE_PIN | wire::PROMISE_TOUCH) || request.retention_class >= CLASSES_MAX || request.zero) return Status::BAD_REQUEST;
   shared_.stats.saw_epoch(request.epoch);
   names_.resize(request.count);   // a copy, for its alignment
@@ -290,12 +300,9 @@ Status SmallLoop::promise(Conn& conn, const wire::FrameHeader& header, const uin
 
 Status SmallLoop::why(Conn& conn, const wire::FrameHeader& header, const uint8_t* body) {
   wire::WhyRequest request;
-  if (header.body_bytes < sizeof request) return Status::BAD_REQUEST;
-  std::memcpy(&request, body, sizeof request);
-  if (request.count > wire::WHY_KEYS_MAX) return Status::TOO_LARGE;
-  if (header.body_bytes != sizeof request + uint64_t(request.count) * KEY_BYTES || request.zero) return Status::BAD_REQUEST;
-  Owner owner;
-  std::memcpy(owner.data(), request.owner, owner.size());
+  if (const Status why = take_request(header, body, wire::WHY_KEYS_MAX, KEY_BYTES, request); why != Status::OK) return why;
+  if (request.zero) return Status::BAD_REQUEST;
+  const Owner owner = owner_of(request);
   shared_.store.why(owner, body + sizeof request, request.count, result_);
   append_reply(conn, header, result_);
   return Status::OK;
@@ -303,12 +310,8 @@ Status SmallLoop::why(Conn& conn, const wire::FrameHeader& header, const uint8_t
 
 Status SmallLoop::admit(Conn& conn, const wire::FrameHeader& header, const uint8_t* body) {
   wire::AdmitRequest request;
-  if (header.body_bytes < sizeof request) return Status::BAD_REQUEST;
-  std::memcpy(&request, body, sizeof request);
-  if (request.count > wire::KEYS_MAX) return Status::TOO_LARGE;
-  if (header.body_bytes != sizeof request + uint64_t(request.count) * KEY_BYTES) return Status::BAD_REQUEST;
-  Owner owner;
-  std::memcpy(owner.data(), request.owner, owner.size());
+  if (const Status why = take_request(header, body, wire::KEYS_MAX, KEY_BYTES, request); why != Status::OK) return why;
+  const Owner owner = owner_of(request);
   result_.assign(request.count * sizeof(uint32_t), 0);
   shared_.store.admit(owner, body + sizeof request, request.count, request.bucket, reinterpret_cast<uint32_t*>(result_.data()));
   append_reply(conn, header, result_);
@@ -317,12 +320,9 @@ Status SmallLoop::admit(Conn& conn, const wire::FrameHeader& header, const uint8
 
 Status SmallLoop::withdraw(Conn& conn, const wire::FrameHeader& header, const uint8_t* body) {
   wire::WithdrawRequest request;
-  if (header.body_bytes < sizeof request) return Status::BAD_REQUEST;
-  std::memcpy(&request, body, sizeof request);
-  if (request.count > wire::KEYS_MAX) return Status::TOO_LARGE;
-  if (header.body_bytes != sizeof request + uint64_t(request.count) * sizeof(wire::WritingName) || request.zero) return Status::BAD_REQUEST;
-  Owner owner;
-  std::memcpy(owner.data(), request.owner, owner.size());
+  if (const Status why = take_request(header, body, wire::KEYS_MAX, sizeof(wire::WritingName), request); why != Status::OK) return why;
+  if (request.zero) return Status::BAD_REQUEST;
+  const Owner owner = owner_of(request);
   names_.resize(request.count);
   std::memcpy(names_.data(), body + sizeof request, names_.size() * sizeof(wire::WritingName));
   result_.assign(names_.size() * sizeof(uint32_t), 0);
