@@ -313,8 +313,10 @@ class Ghost:
     tags: bytes
 
 
-def encode_admit(keys: Sequence[bytes], *, owner: bytes = NO_OWNER, bucket: int = 0) -> bytes:
-    return _ADMIT_REQUEST.pack(owner, len(keys), bucket) + b"".join(keys)
+def encode_admit(keys: Sequence[bytes] | bytes, *, owner: bytes = NO_OWNER, bucket: int = 0) -> bytes:
+    """Keys one by one, or joined."""
+    joined = b"".join(keys) if not isinstance(keys, bytes) else keys
+    return _ADMIT_REQUEST.pack(owner, len(joined) // KEY_BYTES, bucket) + joined
 
 
 def decode_admit_reply(body: bytes) -> list[Vote]:
@@ -323,9 +325,10 @@ def decode_admit_reply(body: bytes) -> list[Vote]:
     return [Vote(vote) if vote in _VOTES else Vote.YES for (vote,) in struct.iter_unpack("<I", body)]
 
 
-def encode_why(keys: Sequence[bytes], count: int | None = None, *, owner: bytes = NO_OWNER) -> bytes:
-    """`count`: of keys, where they come joined."""
-    return _WHY_REQUEST.pack(owner, len(keys) if count is None else count, 0) + b"".join(keys)
+def encode_why(keys: Sequence[bytes] | bytes, *, owner: bytes = NO_OWNER) -> bytes:
+    """Keys one by one, or joined."""
+    joined = b"".join(keys) if not isinstance(keys, bytes) else keys
+    return _WHY_REQUEST.pack(owner, len(joined) // KEY_BYTES, 0) + joined
 
 
 def decode_why_reply(body: bytes) -> list[Ghost]:

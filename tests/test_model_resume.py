@@ -22,16 +22,9 @@ from kvstore.engine_integration.model.state import Bytes, RequestState
 from kvstore.errors import LayoutError, MisuseError
 from kvstore.keys import KeyChain
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 B = TINY.block
 CHOOSY = replace(TINY, name="choosy", index_sources=(1, 4, 6), index_dim=32, index_heads=2, top_k=7)  # tiny with an indexer that leaves out
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

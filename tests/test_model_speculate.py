@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +16,7 @@ from kvstore.engine_integration.model.speculate import DraftLayer, Generated, Gu
 from kvstore.engine_integration.model.state import RequestState
 from kvstore.errors import MisuseError
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 DRAFTING = replace(TINY, name="drafting", draft_tokens=5)
 PROMPT = random.Random(4).choices(range(256), k=83)
 COUNT = 40
@@ -37,14 +37,6 @@ class Oracle:
     def guess(self, position: int, output: Tensor, token: int, count: int) -> list[int]:
         known = (PROMPT + self.answer)[position + 2 : position + 2 + count]
         return [token if self.chosen.random() < self.right else (token + 1) % 256 for token in known]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

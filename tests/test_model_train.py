@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,17 +21,10 @@ from kvstore.engine_integration.train import corpus, forward, ngram
 from kvstore.engine_integration.train.trainer import Recipe, Trainer, bits_per_byte
 from kvstore.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 HELDOUT = corpus.HELDOUT.read_bytes()
 TEXT = np.frombuffer(HELDOUT, np.uint8).astype(np.uint16)  # any text will do to see a loss fall
 RECIPE = Recipe(tokens=128 * 24, long_tokens=128, short_tokens=32, warmup_steps=4, rate=4e-3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("codec", ["f32", "v41"])

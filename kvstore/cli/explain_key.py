@@ -51,18 +51,19 @@ def check_not_almost_a_key(text: str) -> None:
 def _facts(view: KeyView, cluster_map: ClusterMap) -> list[str]:
     if not view.answered:
         return ["no answer: down, or too slow"]
-    told = [
-        f"shard{'s' if w.shard_mask.bit_count() > 1 else ''} {_shards(w.shard_mask)} of writing {w.write_id:016x}, {len(w.tags)} blocks"
-        for w in view.writings
-    ]
+    told = []
+    for w in view.writings:
+        shards = ", ".join(map(str, _shards(w.shard_mask)))
+        noun = "shards" if w.shard_mask.bit_count() > 1 else "shard"
+        told.append(f"{noun} {shards} of writing {w.write_id:016x}, {len(w.tags)} blocks")
     for ghost in view.ghosts:
         age = max(0.0, time.time() - ghost.last_bucket * cluster_map.bucket_seconds)
         told.append(f"{Gone(ghost.reason).name.lower()}: {len(ghost.tags)} blocks, last used {format_seconds(age)} ago")
     return told or ["knows nothing of it"]
 
 
-def _shards(mask: int) -> str:
-    return ", ".join(str(shard) for shard in range(64) if mask >> shard & 1)
+def _shards(mask: int) -> list[int]:
+    return [shard for shard in range(64) if mask >> shard & 1]
 
 
 def _summary(cluster_map: ClusterMap, views: list[KeyView]) -> tuple[str, bool | None]:
@@ -94,9 +95,6 @@ def _data(view: KeyView) -> dict[str, Any]:
     return {
         "id": view.node.id,
         "answered": view.answered,
-        "held": [
-            {"write_id": f"{w.write_id:016x}", "shards": [s for s in range(64) if w.shard_mask >> s & 1], "blocks": len(w.tags)}
-            for w in view.writings
-        ],
+        "held": [{"write_id": f"{w.write_id:016x}", "shards": _shards(w.shard_mask), "blocks": len(w.tags)} for w in view.writings],
         "gone": [{"reason": Gone(g.reason).name.lower(), "blocks": len(g.tags), "last_bucket": g.last_bucket} for g in view.ghosts],
     }

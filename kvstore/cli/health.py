@@ -17,14 +17,10 @@ from kvstore.cluster_view import by_label, group_lists, quantile, retention
 from kvstore.clustermap import ClusterMap
 from kvstore.live.scrape import ClientReport
 from kvstore.placement import Placement
+from kvstore.thresholds import CHECKSUM_ERRORS_ERR, FULL_RATIO, WEAR_ERR, WEAR_WARN, ZOMBIE_RATIO
 from kvstore.units import format_bytes, format_seconds
 
 CLOCK_SKEW_SECONDS: Final = 0.25
-CHECKSUM_ERRORS_ERR: Final = 100  # from here on the disk repeats itself
-FULL_RATIO: Final = 0.99
-ZOMBIE_RATIO: Final = 0.02
-WEAR_WARN: Final = 0.8
-WEAR_ERR: Final = 0.95
 SLOW_TIMES: Final = 4.0
 SLOW_SECONDS_MIN: Final = 0.005  # below it a node is only slow in comparison
 SLOW_READS_MIN: Final = 100

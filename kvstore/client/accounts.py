@@ -20,11 +20,12 @@ import numpy as np
 
 from kvstore.client.access_log import AccessLog
 from kvstore.client.counters import Counters
-from kvstore.client.native import GHOST, U8, WHY
+from kvstore.client.native import GHOST, I32, U8
+from kvstore.client.planner import by_node
 from kvstore.client.reasons import Gap, Ghost, I64s, Limits, Miss, Split, split
 from kvstore.kernels import _native
 from kvstore.placement import Placement
-from kvstore.wire import WHY_KEYS_MAX, encode_why
+from kvstore.wire import WHY_KEYS_MAX, Verb, encode_why
 
 log = logging.getLogger(__name__)
 
@@ -188,12 +189,8 @@ class Accounts:
 
     def _ask_some(self, batch: list[Account], whose: I64s, blocks: I64s, keys: U8) -> None:
         """All of it in arrays: what runs here takes the interpreter from lookups that somebody waits for."""
-        frames: list[tuple[int, I64s]] = []
-        for nodes in self._nodes(keys):
-            for node in np.unique(nodes).tolist():
-                mine = np.flatnonzero(nodes == node)
-                frames += [(node, mine[at : at + WHY_KEYS_MAX]) for at in range(0, len(mine), WHY_KEYS_MAX)]
-        requests = [(node, WHY, encode_why([keys[mine].tobytes()], len(mine), owner=self._owner)) for node, mine in frames]
+        frames = [frame for lists in self._nodes(keys) for frame in by_node(lists, np.unique(lists).tolist(), WHY_KEYS_MAX)]
+        requests = [(node, int(Verb.WHY), encode_why(keys[mine].tobytes(), owner=self._owner)) for node, mine in frames]
         answers = self._core.call_many(requests, ASK_SECONDS)
         for (_, mine), (status, answer) in zip(frames, answers, strict=True):
             if status != 0 or len(answer) < 8 or (len(answer) - 8) % GHOST.itemsize:
@@ -204,11 +201,10 @@ class Accounts:
                     tags = row["tags"][: row["blocks"]].tobytes()
                     batch[whose[index]].ghosts.append(Ghost(int(blocks[index]), int(row["reason"]), int(row["last_bucket"]), tags))
 
-    def _nodes(self, keys: U8) -> Iterator[I64s]:
-        """NODES_ASKED times a node of each key's list: the same few nodes for as many keys as possible, others in every batch."""
+    def _nodes(self, keys: U8) -> Iterator[I32]:
+        """In each epoch NODES_ASKED nodes of each key's list: the same few for as many keys as possible, others in every batch."""
         health = self._core.health().astype(np.int64)
         rank = health * len(health) + np.random.permutation(len(health))
         for placement in self._placements.values():
             rows = placement.table()[placement.pg_of(keys)]
-            best = np.argsort(rank[rows], axis=1)[:, :NODES_ASKED]
-            yield from np.take_along_axis(rows, best, axis=1).T.astype(np.int64)
+            yield np.take_along_axis(rows, np.argsort(rank[rows], axis=1)[:, :NODES_ASKED], axis=1)

@@ -22,11 +22,12 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.client.counters import Counters
-from kvstore.client.native import ADMIT, I32, SILENT, U8
+from kvstore.client.native import I32, SILENT, U8
+from kvstore.client.planner import by_node
 from kvstore.client.store import StoreFuture, Stores, not_sent
 from kvstore.client.values import StoreOutcome
 from kvstore.kernels import _native
-from kvstore.wire import KEYS_MAX, Vote, encode_admit
+from kvstore.wire import KEYS_MAX, Verb, Vote, encode_admit
 
 log = logging.getLogger(__name__)
 
@@ -139,14 +140,9 @@ class Admission:
         keys = np.concatenate([one.keys for one in batch])
         nodes = np.concatenate([one.nodes for one in batch])
         answering = np.append(self._core.health() < SILENT, False)  # -1, no node, is the last
-        frames: list[tuple[int, list[int]]] = []
-        for node in np.unique(nodes[answering[nodes]]).tolist():
-            extents = np.flatnonzero((nodes == node).any(axis=1)).tolist()
-            frames += [(node, extents[at : at + KEYS_MAX]) for at in range(0, len(extents), KEYS_MAX)]
+        frames = by_node(nodes, np.unique(nodes[answering[nodes]]).tolist(), KEYS_MAX)
         bucket = max(one.bucket for one in batch)
-        requests = [
-            (node, ADMIT, encode_admit([keys[at].tobytes() for at in some], owner=self._owner, bucket=bucket)) for node, some in frames
-        ]
+        requests = [(node, int(Verb.ADMIT), encode_admit(keys[some].tobytes(), owner=self._owner, bucket=bucket)) for node, some in frames]
         balance = np.zeros(len(keys), np.int64)
         for (_, some), (status, body) in zip(frames, self._core.call_many(requests, ASK_SECONDS), strict=True):
             if status == 0 and len(body) == 4 * len(some):

@@ -137,8 +137,7 @@ class Client:
             ticket = self._ticket(keys, hit, retention_class)
             if span is not None:
                 self._tracing.parts(span, lookup.intervals)
-                found = {"input_tokens": limits.input_tokens, "hit_tokens": ticket.hit_tokens, "extents": len(hit.pieces)}
-                span.set_attributes({f"kvstore.{name}": value for name, value in found.items()})
+                self._tracing.tell(span, input_tokens=limits.input_tokens, hit_tokens=ticket.hit_tokens, extents=len(hit.pieces))
         if hit.pieces:
             reach = hit.pieces[-1].end
             self._remember(keys, reach, [start for start in hit.starts if start < reach])
@@ -329,8 +328,7 @@ class Client:
         result = load.finish()
         if load.span is not None:
             self._tracing.load(load.span, load.times(), load.counts)
-            told = {"outcome": result.outcome.value, "blocks": result.blocks, "bytes": result.bytes, "decoded": result.decoded}
-            load.span.set_attributes({f"kvstore.{name}": value for name, value in told.items()})
+            self._tracing.tell(load.span, outcome=result.outcome.value, blocks=result.blocks, bytes=result.bytes, decoded=result.decoded)
             load.span.end()
             load.span = None
         short = (wanted - result.blocks) * ticket.block_tokens if result.outcome is not LoadOutcome.CANCELLED else 0

@@ -41,8 +41,6 @@ GHOST: Final = np.dtype(
     ]
 )  # fmt: skip
 assert GHOST.itemsize == 80
-WHY: Final = 5
-ADMIT: Final = 6
 
 PROMISE_PIN: Final = 1
 PROMISE_TOUCH: Final = 2

@@ -20,6 +20,15 @@ _GREEDY_ROUNDS: Final = 8
 _Rows = npt.NDArray[np.int32]
 
 
+def by_node(lists: _Rows, nodes: list[int], per_frame: int) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """(node, rows of `lists` (n, any) that it stands in), for each of `nodes`; a new pair where there would be more than `per_frame`."""
+    found = []
+    for node in nodes:
+        mine = np.flatnonzero((lists == node).any(axis=1))
+        found += [(node, mine[at : at + per_frame]) for at in range(0, len(mine), per_frame)]
+    return found
+
+
 class Planner:
     """The lists of some keys and what was asked of whom. One lookup's; not shared between threads."""
 

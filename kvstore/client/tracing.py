@@ -55,6 +55,9 @@ class Tracing:
         span = self._tracer.start_span(name)
         return span if span.is_recording() else None
 
+    def tell(self, span: Span, **attributes: Any) -> None:
+        span.set_attributes(_named(attributes))
+
     def parts(self, parent: Span, intervals: list[Interval]) -> None:
         to_unix = _unix_offset_ns()
         for name, begin, end in intervals:
@@ -69,7 +72,7 @@ class Tracing:
             name,
             trace.set_span_in_context(parent),
             start_time=begin_ns + to_unix,
-            attributes={f"kvstore.{k}": v for k, v in attributes.items()},
+            attributes=_named(attributes),
         )
         span.end(end_ns + to_unix)
         return span
@@ -99,6 +102,10 @@ class Tracing:
                     int(done[:, plane].max()),
                     plane=plane,
                 )
+
+
+def _named(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {f"kvstore.{name}": value for name, value in attributes.items()}
 
 
 def _unix_offset_ns() -> int:

@@ -14,13 +14,9 @@ from typing import Final
 
 from kvstore.clustermap import EARLY_REASONS
 from kvstore.metrics import CLASSES
+from kvstore.thresholds import CHECKSUM_ERRORS_ERR, FULL_RATIO, WEAR_ERR, WEAR_WARN, ZOMBIE_RATIO
 
 LOOK_SECONDS: Final = 10.0
-FULL_RATIO: Final = 0.99
-ZOMBIE_RATIO: Final = 0.02
-CHECKSUM_ERRORS_ERR: Final = 100
-WEAR_WARN: Final = 0.8
-WEAR_ERR: Final = 0.95
 FLAPPING_STARTS: Final = 3
 FLAPPING_SECONDS: Final = 600.0
 STARTS_KEPT: Final = 16
