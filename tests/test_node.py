@@ -55,8 +55,11 @@ def assert_one_error(lines: list[str], *words: str) -> None:
         assert word in line
 
 
+FIRST_PORT = 1 + 50 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # daemons listen there: workers must not share it
+
+
 def save_map(path: Path, nodes: list[str], epochs: int = 1, **fields: object) -> ClusterMap:
-    members = [Node(name, name, f"127.0.0.1:{i + 1}") for i, name in enumerate(nodes)]
+    members = [Node(name, name, f"127.0.0.1:{FIRST_PORT + i}") for i, name in enumerate(nodes)]
     found = ClusterMap.local(members[:1], k=1, m=0, **fields)  # type: ignore[arg-type]  # fields vary by test
     for number in range(1, epochs):
         found = found.with_epoch([members[number]], [n.id for n in members[: number + 1]])
