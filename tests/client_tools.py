@@ -55,6 +55,11 @@ def store(client: Client, keys: Keys, *, first: int = 0, salt: int = 0, lengths:
     return data
 
 
+def until_whole(client: Client, keys: Keys) -> None:
+    """Waits for the last shards, which no acknowledgement waits for. `client` must reuse no promises."""
+    until(lambda: client.lookup(keys).hit_blocks == len(keys) and not client.lookup(keys).extents["absent"].any(), "the last shards")
+
+
 def load(client: Client, ticket: Ticket, **options: object) -> tuple[LoadResult, Blocks]:
     """Loads into memory full of 0xEE, so that what was not written shows."""
     place = np.full((ticket.hit_blocks, client.layout.block_bytes), 0xEE, np.uint8)

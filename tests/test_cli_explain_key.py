@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_tool import Cli
-from client_tools import SMALL, WAIT_SECONDS, bytes_of, chain, store
+from client_tools import NO_REUSE, SMALL, WAIT_SECONDS, chain, store, until_whole
 
 from kvstore.client import Client
 from kvstore.kernels import _native
@@ -27,9 +27,10 @@ def cli(tmp_path: Path, cluster: LocalCluster) -> Cli:
 
 
 def test_a_stored_block_is_shown_shard_by_shard(cli: Cli, cluster: LocalCluster) -> None:
-    with Client(cluster.map, layout=SMALL) as client:
+    with Client(cluster.map, layout=SMALL, config=NO_REUSE) as client:
         keys = chain(5, SMALL)
         store(client, keys)
+        until_whole(client, keys)
     ran = cli.run("explain", keys[0].tobytes().hex())
     assert ran.code == 0 and "so       readable: 12 of 12 shards" in ran.stdout
     told = cli.run("explain", keys[0].tobytes().hex(), "--json").json["data"]
@@ -47,9 +48,10 @@ def test_a_stored_block_is_shown_shard_by_shard(cli: Cli, cluster: LocalCluster)
 
 
 def test_a_block_that_went_says_why_and_one_that_never_was_says_so(cli: Cli, cluster: LocalCluster) -> None:
-    with Client(cluster.map, layout=SMALL) as client:
+    with Client(cluster.map, layout=SMALL, config=NO_REUSE) as client:
         keys = chain(3, SMALL)
-        client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS)
+        store(client, keys)
+        until_whole(client, keys)
         write_id = int(client.lookup(keys).write_ids[0])
         assert isinstance(client._core, _native.ClientCore)
         everyone = [(node, int(Verb.WITHDRAW), encode_withdraw([(keys[0].tobytes(), write_id)])) for node in range(12)]

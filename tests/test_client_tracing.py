@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, V41, chain, cluster_of, load, store, until
+from client_tools import NO_REUSE, V41, chain, cluster_of, load, store, until_whole
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -76,7 +76,7 @@ def test_what_was_rebuilt_shows_in_the_extent_it_belongs_to(cluster: LocalCluste
     keys = chain(100, V41)
     with Client(cluster.map, layout=V41, config=NO_REUSE) as client:
         store(client, keys)
-        until(lambda: not client.lookup(keys).extents["absent"].any(), "the last shards, which no acknowledgement waits for")
+        until_whole(client, keys)
     for node in (3, 7):
         cluster.kill(node)
     try:
