@@ -95,6 +95,8 @@ class Lookup:
     def run(self, keys: U8, deadline: float) -> Hit:
         """`deadline` on time.monotonic()."""
         began = time.monotonic_ns()
+        if time.monotonic() >= deadline:  # answers that came by luck would make the outcome depend on the scheduler
+            return Hit([], np.empty(0, FOUND), [], complete=False)
         health = self._core.health()
         self._some_down = bool((health == DOWN).any())
         plan = Planner(self._placements, keys, health)
