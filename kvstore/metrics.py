@@ -218,6 +218,12 @@ CLIENT: Final = (
     Metric("kvstore_agent_queued_requests", "gauge", "Requests waiting in this process.", {"op": ("load", "save")}),
     Metric("kvstore_agent_pinned_bytes", "gauge", "Bytes of buffers held for requests in flight."),
     Metric("kvstore_agent_connected_nodes", "gauge", "Nodes with an open connection."),
+    Metric("kvstore_agent_ram_asked_tokens_total", "counter", "Tokens of loads that were looked for in the RAM tier."),
+    Metric("kvstore_agent_ram_hit_tokens_total", "counter", "Tokens of them that came from there; hits of lookups count apart."),
+    Metric(
+        "kvstore_agent_ram_extents_total", "counter", "Extents of the RAM tier, by what became of them.", {"event": ("admitted", "evicted")}
+    ),
+    Metric("kvstore_agent_ram_bytes", "gauge", "Bytes of the RAM tier.", {"kind": ("used", "capacity")}),
 )
 
 

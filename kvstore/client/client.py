@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from kvstore.layout import Layout
 from kvstore.owners import DEFAULT, OTHER
 from kvstore.placement import Placement
 
+if TYPE_CHECKING:
+    from kvstore.client.agent.ram import RamTier
+
 OWNER_BYTES: Final = 16
 _CHAINS_KEPT: Final = 4096
 ACCOUNTS_CLOSE_SECONDS: Final = 3.0
@@ -57,8 +60,10 @@ class Client:
         clock: Clock | None = None,
         owner: bytes = bytes(OWNER_BYTES),
         kv_group: int = 0,
+        ram: RamTier | None = None,
     ) -> None:
-        """Connects to nothing yet. `owner` stands for the tenant on the nodes. Raises MisuseError for impossible arguments."""
+        """Connects to nothing yet. `owner` stands for the tenant on the nodes. `ram`, which clients may share, gives what it has to loads
+        before nodes are asked. Raises MisuseError for impossible arguments."""
         if not isinstance(owner, bytes) or len(owner) != OWNER_BYTES:
             raise MisuseError("E565", "owner", "is not 16 bytes", "pass the tenant's owner tag")
         self.map = cluster_map
@@ -66,6 +71,7 @@ class Client:
         self.config = config or ClientConfig()
         self.clock = clock or Clock()
         self.owner = owner
+        self.ram = ram
         self._placements = {number: Placement(cluster_map, number) for number in cluster_map.epochs}
         self._planes = layout.planes(cluster_map.k)
         self._plane_table: U32 = np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in self._planes], np.uint32)
@@ -234,14 +240,16 @@ class Client:
         early = self._cannot_load(ticket, wanted)
         if early is not None:
             return early
+        if self.ram is not None:
+            return self.ram.load(self, began, ticket, destination, hedge, deadline_seconds, wanted)
         load = self.begin_load(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted)
         try:
             if began is not None:
                 began(load)
-            return self._counted(load, ticket, len(wanted))
+            return self.counted(load, ticket, len(wanted))
         except BaseException:
             load.cancel()
-            self._counted(load, ticket, len(wanted))
+            self.counted(load, ticket, len(wanted))
             raise
 
     def planes(
@@ -274,13 +282,16 @@ class Client:
         destination = self._destination(destination, wanted)
         if self._cannot_load(ticket, wanted) is not None:
             return
+        if self.ram is not None:
+            yield from self.ram.planes(self, began, ticket, destination, hedge, deadline_seconds, wanted)
+            return
         load = self.begin_load(ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted, by_plane=True)
         try:
             if began is not None:
                 began(load)
             yield from load.planes()
         finally:
-            self._counted(load, ticket, len(wanted))
+            self.counted(load, ticket, len(wanted))
 
     def begin_load(
         self,
@@ -296,11 +307,7 @@ class Client:
 
         `by_plane` asks for plane after plane over all blocks, so that the first plane is there early; else for extent after extent.
         """
-        self._check_open()
-        if ticket.layout_tag != self._wanted.layout_tag or ticket.cluster != self.map.tag:
-            raise MisuseError("E566", "ticket", "is of another layout or cluster", "redeem it with a client of the same")
-        if hedge not in ("lazy", "eager"):
-            raise MisuseError("E567", f"hedge {hedge!r}", "is not known", 'pass "lazy" or "eager"')
+        self.check_load(ticket, hedge)
         rows = self._destination(destination, blocks)
         seconds = self.config.load_deadline_seconds if deadline_seconds is None else deadline_seconds
         span = self._tracing.begin("kvstore.load")
@@ -308,6 +315,14 @@ class Client:
         load.span = span
         self._counters.load_began()
         return load
+
+    def check_load(self, ticket: Ticket, hedge: Hedge) -> None:
+        """Raises MisuseError or Closed where begin_load would."""
+        self._check_open()
+        if ticket.layout_tag != self._wanted.layout_tag or ticket.cluster != self.map.tag:
+            raise MisuseError("E566", "ticket", "is of another layout or cluster", "redeem it with a client of the same")
+        if hedge not in ("lazy", "eager"):
+            raise MisuseError("E567", f"hedge {hedge!r}", "is not known", 'pass "lazy" or "eager"')
 
     def _destination(self, destination: Any, blocks: range) -> U8:
         if destination is None:
@@ -324,7 +339,8 @@ class Client:
             self._counters.loaded(ticket.retention_class, outcome.value, 0, len(blocks) * ticket.block_tokens, 0, 0.0)
         return LoadResult(outcome, 0, 0, 0.0, 0, 0, 0, 0, 0, 0)
 
-    def _counted(self, load: Load, ticket: Ticket, wanted: int) -> LoadResult:
+    def counted(self, load: Load, ticket: Ticket, wanted: int) -> LoadResult:
+        """Ends a load of `wanted` blocks that begin_load began, and counts what came of it."""
         result = load.finish()
         if load.span is not None:
             self._tracing.load(load.span, load.times(), load.counts)

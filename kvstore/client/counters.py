@@ -71,6 +71,10 @@ class Counters:
             if outcome not in ("complete", "cancelled"):
                 self.fallbacks[outcome] += 1
 
+    def delivered_from_ram(self, retention_class: str, tokens: int) -> None:
+        with self._lock:
+            self.delivered_tokens[retention_class] += tokens
+
     def stored(self, seconds: float) -> None:
         with self._lock:
             self.store_seconds.observe(seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -73,7 +73,7 @@ class Load:
         assert self._result is not None
         return self._result
 
-    def planes(self) -> Iterator[PlaneReady]:
+    def planes(self) -> Generator[PlaneReady, None, None]:
         """Planes in order, each when it is whole. Ends the load, also when the iterator is closed early."""
         try:
             done = True

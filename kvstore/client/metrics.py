@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvstore.client.agent.ram import RamTier
 from kvstore.client.client import Client
 from kvstore.client.values import LoadOutcome
 from kvstore.http import HttpServer, daemon_pages
@@ -105,3 +106,15 @@ def read_client(client: Client, values: Values) -> None:
     values.set("kvstore_agent_queued_requests", stats["stores_open"], "save")
     values.set("kvstore_agent_pinned_bytes", stats["scratch_bytes"])
     values.set("kvstore_agent_connected_nodes", stats["connected_nodes"])
+    if client.ram is not None:
+        read_ram(client.ram, values)
+
+
+def read_ram(tier: RamTier, values: Values) -> None:
+    stats = tier.stats()
+    values.set("kvstore_agent_ram_asked_tokens_total", stats.asked_tokens)
+    values.set("kvstore_agent_ram_hit_tokens_total", stats.hit_tokens)
+    values.set("kvstore_agent_ram_extents_total", stats.admitted_extents, "admitted")
+    values.set("kvstore_agent_ram_extents_total", stats.evicted_extents, "evicted")
+    values.set("kvstore_agent_ram_bytes", stats.used_bytes, "used")
+    values.set("kvstore_agent_ram_bytes", stats.capacity_bytes, "capacity")
