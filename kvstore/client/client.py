@@ -113,9 +113,9 @@ class Client:
     ) -> Ticket:
         """The longest prefix of `keys` (n, 32) that can be read, promised for a while and touched for `retention_class`.
 
-        The last three are for the accounts (docs/ACCESS_LOG.md) and change nothing in the ticket. `input_tokens`: of the prompt, by default
-        those of its whole blocks. `recompute_tokens`: at its end, that the engine computes in any case. `window`: told the usable hit in
-        blocks, says whether the window entry there is at hand; without one the last block counts as missed.
+        The last three are for the accounts (docs/ACCESS_LOG.md) and the ticket's `usable_blocks`; the hit is the same. `input_tokens`: of
+        the prompt, by default those of its whole blocks. `recompute_tokens`: at its end, that the engine computes in any case. `window`:
+        told the usable hit in blocks, says whether the window entry there is at hand; without one the last block counts as missed.
 
         No node, no answer in time, nothing there: a ticket with fewer blocks, or none. Raises KeyFormatError, MisuseError, Closed.
         """
@@ -128,7 +128,7 @@ class Client:
         if len(keys) == 0:
             if limits.input_tokens:
                 self._account(keys, limits, Hit([], np.empty(0), []), retention_class, window, began, 0)
-            return self._ticket(keys, Hit([], np.empty(0), []), retention_class)
+            return self._ticket(keys, Hit([], np.empty(0), []), retention_class, limits)
         bucket = int(self.clock.bucket_time() // self.map.bucket_seconds)
         lookup = Lookup(
             self._core, self._placements, self.config, self._promises, self._wanted, self.owner, accept, class_id,
@@ -140,7 +140,7 @@ class Client:
             except BaseException:
                 self._counters.lookup_failed()
                 raise
-            ticket = self._ticket(keys, hit, retention_class)
+            ticket = self._ticket(keys, hit, retention_class, limits)
             if span is not None:
                 self._tracing.parts(span, lookup.intervals)
                 self._tracing.tell(span, input_tokens=limits.input_tokens, hit_tokens=ticket.hit_tokens, extents=len(hit.pieces))
@@ -186,7 +186,7 @@ class Client:
         """A ticket that another agent made with the same ticket key. Raises ProtocolError."""
         return Ticket.from_bytes(data, self.config.ticket_key)
 
-    def _ticket(self, keys: Keys, hit: Hit, retention_class: str) -> Ticket:
+    def _ticket(self, keys: Keys, hit: Hit, retention_class: str, limits: Limits) -> Ticket:
         table = np.zeros(len(hit.pieces), EXTENT)
         blocks = 0
         if hit.pieces:
@@ -202,7 +202,7 @@ class Client:
         expires = int((self.clock.wall_time() + self.config.ticket_seconds) * 1000)
         return Ticket(
             keys[:blocks].copy(), table, self.config.block_tokens, len(keys), self.owner, self.map.tag, self._wanted.layout_tag,
-            self.map.epoch, expires, self.config.ticket_key, retention_class,
+            self.map.epoch, expires, self.config.ticket_key, retention_class, min(blocks, limits.blocks),
         )  # fmt: skip
 
     # --- load ---

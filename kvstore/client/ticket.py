@@ -1,11 +1,13 @@
 """A ticket: the result of a lookup. Any agent that knows the ticket key can redeem it, without a second lookup.
 
-    magic "KVT1" | u32 extents | u32 blocks | u32 block_tokens | u8 flags[4] (zero) | i64 expires (unix ms) | u64 map epoch
-    owner 16 B | cluster tag 16 B | u64 layout tag | keys blocks x 32 B | extents x { extent key 32 B, u64 write id, u64 write epoch,
-    u64 absent shards, u32 first block in the extent, u32 blocks to read, u16 depth, u8 fidelity, 5 x zero } | BLAKE2b-256 MAC
+    magic "KVT2" | u32 extents | u32 blocks | u32 block_tokens | u32 usable blocks | u32 window bytes | i64 expires (unix ms)
+    u64 map epoch | owner 16 B | cluster tag 16 B | u64 layout tag | keys blocks x 32 B
+    extents x { extent key 32 B, u64 write id, u64 write epoch, u64 absent shards, u32 first block in the extent, u32 blocks to read,
+    u16 depth, u8 fidelity, 5 x zero }
+    windows { u32 block, u8 approximate, u8 holders, holders x { u8 bytes, host:port } }... | BLAKE2b-256 MAC
 
 All integers little-endian. The MAC covers all before it and is keyed with the agents' ticket key. A ticket names blocks of one cluster and
-layout, and is good for about ten seconds; the nodes keep what it names for a minute.
+layout, and is good for about ten seconds; the nodes keep what it names for a minute. "KVT1" had neither usable blocks nor windows.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,10 +25,14 @@ from kvstore.client.native import U8, U64, Records
 from kvstore.client.values import Fidelity, FidelityKind
 from kvstore.errors import MisuseError, ProtocolError
 
-_MAGIC: Final = b"KVT1"
-_HEAD: Final = struct.Struct("<4sIII4xqQ16s16sQ")
+_MAGIC: Final = b"KVT2"
+_HEAD: Final = struct.Struct("<4sIIIIIqQ16s16sQ")
+_WINDOW: Final = struct.Struct("<IBB")
 _MAC_BYTES: Final = 32
 _BLOCKS_MAX: Final = 1 << 20
+WINDOWS_MAX: Final = 256
+HOLDERS_MAX: Final = 8  # of one entry
+ADDRESS_BYTES_MAX: Final = 255
 
 EXTENT: Final = np.dtype(
     [
@@ -34,7 +41,17 @@ EXTENT: Final = np.dtype(
     ]
 )  # fmt: skip
 assert EXTENT.itemsize == 72
-assert _HEAD.size == 76
+assert _HEAD.size == 80
+assert _WINDOW.size == 6
+
+
+@dataclass(frozen=True, slots=True)
+class WindowAt:
+    """A window entry that is said to be at hand: it ends at `block`, and these agents hold it."""
+
+    block: int
+    holders: tuple[str, ...]  # host:port
+    approximate: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +69,8 @@ class Ticket:
     expires_unix_ms: int
     ticket_key: bytes = field(repr=False)
     retention_class: str = "other"
+    usable_blocks: int = 0  # of the hit: what lies in front of the tokens that the engine computes in any case
+    windows: tuple[WindowAt, ...] = ()  # at the end of the usable blocks and before it, the highest first; an Agent's lookup fills it
 
     @property
     def hit_blocks(self) -> int:
@@ -60,6 +79,10 @@ class Ticket:
     @property
     def hit_tokens(self) -> int:
         return len(self.keys) * self.block_tokens
+
+    @property
+    def usable_tokens(self) -> int:
+        return self.usable_blocks * self.block_tokens
 
     @property
     def fidelity(self) -> Fidelity:
@@ -78,11 +101,12 @@ class Ticket:
         return ids
 
     def to_bytes(self) -> bytes:
+        windows = b"".join(_encode_window(window) for window in self.windows[:WINDOWS_MAX])
         head = _HEAD.pack(
-            _MAGIC, len(self.extents), len(self.keys), self.block_tokens, self.expires_unix_ms, self.epoch,
-            self.owner, self.cluster, self.layout_tag,
+            _MAGIC, len(self.extents), len(self.keys), self.block_tokens, self.usable_blocks, len(windows), self.expires_unix_ms,
+            self.epoch, self.owner, self.cluster, self.layout_tag,
         )  # fmt: skip
-        body = head + self.keys.tobytes() + self.extents.tobytes()
+        body = head + self.keys.tobytes() + self.extents.tobytes() + windows
         return body + _mac(body, self.ticket_key)
 
     @classmethod
@@ -91,16 +115,50 @@ class Ticket:
         if not isinstance(data, bytes):
             raise MisuseError("E562", "ticket", f"got {type(data).__name__}", "pass bytes")
         body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
-        if len(body) < _HEAD.size or not hmac.compare_digest(mac, _mac(body, ticket_key)):
+        if len(body) < 4 or not hmac.compare_digest(mac, _mac(body, ticket_key)):
             raise ProtocolError("E611", "ticket", "was not made with this ticket key, or was changed")
-        magic, extents, blocks, block_tokens, expires, epoch, owner, cluster, layout_tag = _HEAD.unpack_from(body)
-        if magic != _MAGIC or blocks > _BLOCKS_MAX or len(body) != _HEAD.size + 32 * blocks + EXTENT.itemsize * extents:
-            raise ProtocolError("E611", "ticket", "is of another version")
+        if body[:4] != _MAGIC:
+            cause = f"is of version {body[:4]!r}, this process reads {_MAGIC!r}"
+            raise ProtocolError("E611", "ticket", cause, "run the same version of kvstore on all agents")
+        if len(body) < _HEAD.size:
+            raise ProtocolError("E611", "ticket", "is cut short")
+        _, extents, blocks, block_tokens, usable, window_bytes, expires, epoch, owner, cluster, layout_tag = _HEAD.unpack_from(body)
+        windows_at = _HEAD.size + 32 * blocks + EXTENT.itemsize * extents
+        if blocks > _BLOCKS_MAX or usable > blocks or len(body) != windows_at + window_bytes:
+            raise ProtocolError("E611", "ticket", "its lengths do not add up")
         keys = np.frombuffer(body, np.uint8, 32 * blocks, _HEAD.size).reshape(blocks, 32)
         table = np.frombuffer(body, EXTENT, extents, _HEAD.size + 32 * blocks)
         if int(table["count"].sum()) != blocks:
             raise ProtocolError("E611", "ticket", "its extents are not its blocks")
-        return cls(keys, table, block_tokens, blocks, owner, cluster, layout_tag, epoch, expires, ticket_key)
+        windows = tuple(_decode_windows(body[windows_at:]))
+        return cls(
+            keys, table, block_tokens, blocks, owner, cluster, layout_tag, epoch, expires, ticket_key,
+            usable_blocks=usable, windows=windows,
+        )  # fmt: skip
+
+
+def _encode_window(window: WindowAt) -> bytes:
+    names = [name for holder in window.holders if 0 < len(name := holder.encode()) <= ADDRESS_BYTES_MAX][:HOLDERS_MAX]
+    return _WINDOW.pack(window.block, window.approximate, len(names)) + b"".join(bytes([len(name)]) + name for name in names)
+
+
+def _decode_windows(data: bytes) -> Iterator[WindowAt]:
+    at = count = 0
+    try:
+        while at < len(data):
+            block, approximate, holders = _WINDOW.unpack_from(data, at)
+            at += _WINDOW.size
+            names = []
+            for _ in range(holders):
+                end = at + 1 + data[at]
+                names.append(data[at + 1 : end].decode())
+                at = end
+            count += 1
+            if at > len(data) or holders > HOLDERS_MAX or count > WINDOWS_MAX or approximate > 1:
+                raise ValueError
+            yield WindowAt(block, tuple(names), bool(approximate))
+    except (struct.error, IndexError, ValueError):
+        raise ProtocolError("E611", "ticket", "its windows do not add up") from None
 
 
 def _mac(body: bytes, key: bytes) -> bytes:
