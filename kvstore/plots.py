@@ -42,6 +42,7 @@ def lines(
     x_label: str,
     y_label: str,
     x_log: bool = False,
+    y_log: bool = False,
     x_ticks: Mapping[float, str] | None = None,
     y_range: tuple[float | None, float | None] = (None, None),
     marks: Mapping[str, float] | None = None,
@@ -50,6 +51,8 @@ def lines(
     figure, axes = _axes(title, x_label, y_label)
     if x_log:
         axes.set_xscale("log")
+    if y_log:
+        axes.set_yscale("log")
     for at, one in enumerate(series):
         color = COLORS[at % len(COLORS)]
         dash = "" if one.kind == "points" else DASHES[at // len(COLORS) % len(DASHES)]
