@@ -1,4 +1,4 @@
-"""What an engine and each of its requests may choose. Values outside their range raise MisuseError E593 (requests), ConfigError E151."""
+"""What an engine and each of its requests may choose. Values outside their range raise MisuseError E593 (requests), ConfigError E150."""
 
 from __future__ import annotations
 
@@ -73,4 +73,4 @@ class EngineConfig:
 
     def _need(self, name: str, fine: bool, range_text: str) -> None:
         if not fine:
-            raise ConfigError("E151", f"engine {name} = {getattr(self, name)!r}", f"must be {range_text}")
+            raise ConfigError("E150", f"engine {name} = {getattr(self, name)!r}", f"must be {range_text}")

@@ -86,10 +86,10 @@ class Request:
             self._listeners.append(callback)
 
     def result(self, timeout: float | None = None) -> Response:
-        """Waits for the end. Raises DeadlineExceeded E218 after `timeout` seconds (the request goes on), or what ended the request."""
+        """Waits for the end. Raises DeadlineExceeded E210 after `timeout` seconds (the request goes on), or what ended the request."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._response is not None or self._error is not None, timeout):
-                raise DeadlineExceeded("E218", f"request {self.number}", f"not done after {timeout} s", "wait longer, or cancel it")
+                raise DeadlineExceeded("E210", f"request {self.number}", f"not done after {timeout} s", "wait longer, or cancel it")
             if self._error is not None:
                 raise self._error
             assert self._response is not None
