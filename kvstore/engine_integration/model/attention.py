@@ -6,6 +6,8 @@ the same shape at the same place whatever the rows around it are: prompts cut an
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
@@ -64,6 +66,34 @@ def compressed_mask(config: ModelConfig, block: int, ratio: int) -> Tensor:
     return (last_tokens <= queries)[None]
 
 
+@lru_cache(maxsize=64)
+def window_hidden(config: ModelConfig, first: int) -> Tensor:
+    """(block, 2 block): window_mask's opposite where keys begin at row `first` of the two blocks. The same for every block."""
+    return ~window_mask(config, 1, first)[0]
+
+
+@lru_cache(maxsize=64)
+def tail_hidden(config: ModelConfig, ratio: int) -> Tensor:
+    """(block, rows of a block): which compressed rows of its own block a query does not see. It sees all of the blocks before."""
+    return ~compressed_mask(config, 0, ratio)[0]
+
+
+def attend_rows(q: Tensor, keys: Tensor, sinks: Tensor, window: Tensor, tail: Tensor | None, hidden: Tensor | None) -> Tensor:
+    """As `attend`, for one request and with fewer passes over the scores: q (rows, heads, c), keys (k, c): two blocks of window rows, then
+    compressed ones. `window` (rows, 2 block), `tail` (rows, last of k) and `hidden` (rows, compressed k) are true where not seen.
+
+    keys[0], a window and more behind the first query, is seen by none: it is zero, and the sink's score takes its place."""
+    rows, heads, c = q.shape
+    scores = torch.mm(q.reshape(rows * heads, c) * c**-0.5, keys.T).view(rows, heads, -1)
+    scores[..., : window.shape[1]].masked_fill_(window[:, None], float("-inf"))
+    if hidden is not None:
+        scores[..., window.shape[1] :].masked_fill_(hidden[:, None], float("-inf"))
+    elif tail is not None:
+        scores[..., -tail.shape[1] :].masked_fill_(tail[:, None], float("-inf"))
+    scores[..., 0] = sinks
+    return torch.mm(scores.softmax(-1).view(rows * heads, -1), keys).view(rows, heads, c)
+
+
 class Attention(nn.Module):
     """Of one layer: query, window row, output."""
 
@@ -86,6 +116,16 @@ class Attention(nn.Module):
         q = rotate(q, cos[:, None], sin[:, None])
         seen = rotate(attend(q, keys, mask, self.sinks), cos[:, None], sin[:, None], inverse=True)
         out: Tensor = self.out(seen.flatten(-2))
+        return out
+
+    def of_rows(
+        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, window: Tensor, tail: Tensor | None, hidden: Tensor | None
+    ) -> Tensor:
+        """As forward for x (1, rows, d) of one request; the rest as in attend_rows."""
+        q = self.q(self.norm(x))[0].view(x.shape[1], self.heads, self.latent)
+        q = rotate(q, cos[:, None], sin[:, None])
+        seen = rotate(attend_rows(q, keys, self.sinks, window, tail, hidden), cos[:, None], sin[:, None], inverse=True)
+        out: Tensor = self.out(seen.flatten(-2)[None])
         return out
 
 

@@ -29,6 +29,14 @@ class Layer(nn.Module):
         out: Tensor = x + self.moe(x)
         return out
 
+    def of_rows(
+        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, window: Tensor, tail: Tensor | None, hidden: Tensor | None
+    ) -> Tensor:
+        """As forward, for rows of one request (attention.attend_rows)."""
+        x = x + self.attention.of_rows(x, cos, sin, keys, window, tail, hidden)
+        out: Tensor = x + self.moe(x)
+        return out
+
 
 class Draft(nn.Module):
     """One window-only layer that guesses the token after next from the decoder's output and the next token."""

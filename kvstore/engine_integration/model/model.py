@@ -8,25 +8,26 @@ not change a bit of what is computed for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore.engine_integration.model.attention import compressed_mask, rope_tables, window_mask
+from kvstore.engine_integration.model.attention import compressed_mask, rope_tables, tail_hidden, window_hidden
 from kvstore.engine_integration.model.blocks import Network
 from kvstore.engine_integration.model.codecs import codec_of
 from kvstore.engine_integration.model.config import ModelConfig
 from kvstore.engine_integration.model.layout import block_layout
+from kvstore.engine_integration.model.pages import Pages
 from kvstore.engine_integration.model.resume import Resume
-from kvstore.engine_integration.model.state import Bytes, RequestState
+from kvstore.engine_integration.model.state import Bytes, RequestState, check_blocks
 from kvstore.engine_integration.model.tiles import tile_rows
 from kvstore.errors import MisuseError
 from kvstore.keys import Namespace
 
-_rope = lru_cache(maxsize=512)(rope_tables)
+_rope = lru_cache(maxsize=4096)(rope_tables)
 
 
 class Model:
@@ -53,15 +54,28 @@ class Model:
     ) -> RequestState:
         """A state at `resume.start_tokens` (0 without one): feed it the prompt from there on. `blocks` (n, block_bytes), of which the
         plan's are taken; `entry` where the plan says so. LayoutError for bytes of another model or codec, MisuseError for missing ones."""
-        state = RequestState(self.config, self.codec, prompt_tokens)
-        if resume is None or resume.blocks_end_tokens == 0:
-            return state
-        needed = resume.blocks_end_tokens // self.config.block
-        if blocks is None or len(blocks) < needed or (entry is None and resume.entry):
+        needed = resume.blocks_end_tokens // self.config.block if resume is not None else 0
+        if resume is not None and needed and (blocks is None or len(blocks) < needed or (entry is None and resume.entry)):
             needs = f"{needed} blocks{' and an entry' if resume.entry else ''}"
             got = f"{0 if blocks is None else len(blocks)} blocks{', no entry' if entry is None else ''}"
             raise MisuseError("E589", "resume", f"needs {needs}; got {got}", "plan with what is there")
-        state.import_blocks(blocks[:needed])
+        if blocks is not None and needed:
+            check_blocks(self.config, self.codec, blocks)
+        state = self.begin_early(prompt_tokens, resume, entry)
+        if blocks is not None and needed:
+            state.import_blocks(blocks[:needed])
+            state.missing.clear()
+        return state
+
+    def begin_early(
+        self, prompt_tokens: int, resume: Resume | None = None, entry: bytes | None = None, pages: Pages | None = None
+    ) -> RequestState:
+        """As begin, before any block has come: every source is `missing`, until import_source gave its rows and took it out. Only `steps`
+        can compute in such a state."""
+        state = RequestState(self.config, self.codec, prompt_tokens, pages)
+        if resume is None or resume.blocks_end_tokens == 0:
+            return state
+        state.missing = set(range(len(self.config.sources)))
         state.start = state.length = state.reached = resume.start_tokens
         state.write_from = resume.blocks_end_tokens
         state.exact_from, state.approximate = resume.exact_from_tokens, resume.approximate
@@ -76,9 +90,22 @@ class Model:
         `slots`, of an answer all. Raises MisuseError for ids that are no tokens."""
         return self.run(state, tokens)[1]
 
-    @torch.inference_mode()
     def run(self, state: RequestState, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """As feed, but also the decoder's outputs (n, d), which a draft layer takes."""
+        steps = self.steps(state, tokens)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                found: tuple[Tensor, Tensor] = done.value
+                return found
+            if state.missing:
+                raise MisuseError("E589", "resume", "blocks have not come yet", "use steps, or begin with the blocks")
+
+    @torch.inference_mode()
+    def steps(self, state: RequestState, tokens: Sequence[int]) -> Generator[int, None, tuple[Tensor, Tensor]]:
+        """As run, but stops where a source's rows are missing, yielding its number; go on once they have come. Others may be computed
+        meanwhile. Raises MisuseError E595 where the state's pages do not suffice: reserve() before."""
         ids = np.asarray(tokens, np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.config.vocabulary:
             raise MisuseError("E590", "tokens", f"ids from {ids.min()} to {ids.max()}", f"ids are 0 to {self.config.vocabulary - 1}")
@@ -89,9 +116,7 @@ class Model:
             hi = min(end, (state.length // self.config.block + 1) * self.config.block)
             if hi - state.length <= self.config.block // 4:  # few enough that tiles cost less than a block
                 hi = min(hi, (state.length // self.tile + 1) * self.tile)
-            rows = self._rows(state, ids[state.length - begin : hi - begin], state.length, hi)
-            if rows is not None:
-                found.append(rows)
+            found += yield from self._rows(state, ids[state.length - begin : hi - begin], state.length, hi)
             state.length = hi
             state.reached = max(state.reached, hi)
             if hi % self.config.block == 0:
@@ -103,53 +128,70 @@ class Model:
 
     def _rows(
         self, state: RequestState, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], lo: int, hi: int
-    ) -> tuple[Tensor, Tensor] | None:
-        size, layers = self.config.block, self.config.encoder_layers
+    ) -> Generator[int, None, list[tuple[Tensor, Tensor]]]:
+        size, layers, tile = self.config.block, self.config.encoder_layers, self.tile
         block = lo // size
-        base = block * size
-        begin = lo // self.tile * self.tile if lo // self.tile == (hi - 1) // self.tile else base
-        ids = torch.zeros(1, self.tile if begin + self.tile >= hi else size, dtype=torch.int64)
+        if not state.reserve(block + 1):
+            raise MisuseError("E595", "pages", f"none is left for block {block}", "reserve before, and wait or take another's")
+        begin, end = self._span(lo, hi)
+        ids = torch.zeros(1, end - begin, dtype=torch.int64)
         ids[0, lo - begin : hi - begin] = torch.from_numpy(tokens)
         x = self.network.embedding(ids)
-        x = self._layers(state, x, begin, range(layers), block, lo, hi)
+        x = yield from self._layers(state, x, begin, range(layers), block, lo, hi)
         self._source(state, layers, x, begin, block, lo, hi)
+        found = []
         first = max(lo, state.decoder_start)
-        if first >= hi:
-            return None
-        x = self._layers(state, x, begin, range(layers, self.config.layers), block, first, hi)
-        shown = slice(first - begin, hi - begin)
-        return x[0, shown], self.network.logits(x)[0, shown]
+        while first < hi:  # a prompt's decoder begins 134 tokens before its end: often in the last few rows of a block
+            stop = min(hi, (first // tile + 1) * tile) if hi - first <= size // 4 else hi
+            at, end = self._span(first, stop)
+            y = yield from self._layers(state, x[:, at - begin : end - begin], at, range(layers, self.config.layers), block, first, stop)
+            shown = slice(first - at, stop - at)
+            found.append((y[0, shown], self.network.logits(y)[0, shown]))
+            first = stop
+        return found
 
-    def _layers(self, state: RequestState, x: Tensor, begin: int, layers: range, block: int, lo: int, hi: int) -> Tensor:
+    def _span(self, lo: int, hi: int) -> tuple[int, int]:
+        """Rows that are computed for [lo, hi) of one block: their tile if they lie in one, else the block."""
+        step = self.tile if lo // self.tile == (hi - 1) // self.tile else self.config.block
+        return lo // step * step, lo // step * step + step
+
+    def _layers(
+        self, state: RequestState, x: Tensor, begin: int, layers: range, block: int, lo: int, hi: int
+    ) -> Generator[int, None, Tensor]:
         """`x` holds rows from `begin` on; [lo, hi) of them are tokens, the others filler."""
         size, codec = self.config.block, self.codec.window
         base = block * size
         shown = slice(begin - base, begin - base + x.shape[1])
         cos, sin = (table[shown] for table in _rope(self.config, block))
         start = state.start if layers.start == 0 else state.decoder_start
-        window = window_mask(self.config, block, start)[:, shown]
+        window = window_hidden(self.config, max(0, start - base + size))[shown]
         rows = slice(lo - begin, hi - begin)
-        chosen: Tensor | None = None
+        hidden: Tensor | None = None
+        tail: Tensor | None = None
+        keys, source = torch.empty(2 * size, self.config.latent), None
         for number in layers:
             layer = self.network.layer(number)
             if number < self.config.encoder_layers:
                 self._source(state, number, x, begin, block, lo, hi)
-            buffer = state.window_buffer(number, block, lo, start)
+            if source != (source := self.config.source_of(number)) and source is not None:
+                while source in state.missing:
+                    yield source
+                ratio = self.config.sources[source][1]
+                keys = torch.empty(2 * size + (block + 1) * size // ratio, self.config.latent)
+                state.gather(source, True, keys[2 * size :])
+                tail = tail_hidden(self.config, ratio)[shown]
+            buffer = keys[: 2 * size]
+            state.window_into(buffer, number, block, lo, start)
             codes = codec.encode(layer.attention.window_rows(x, cos, sin))[0]
             values = codec.decode(codes)
             state.rings[number].put(lo, codes[rows], values[rows])
             buffer[size + lo - base : size + hi - base] = values[rows]
-            keys, mask = buffer, window
-            source = self.config.source_of(number)
-            if source is not None:
-                ratio = self.config.sources[source][1]
-                count = (block + 1) * size // ratio
-                visible = compressed_mask(self.config, block, ratio)[:, shown]
-                if layer.indexer is not None and self.config.top_k:
-                    chosen = layer.indexer(x, cos, sin, state.index[source].values[None, :count], visible)
-                keys = torch.cat([buffer, state.main[source].values[:count]])
-                mask = torch.cat([window, visible if chosen is None else chosen], 2)
-            x = layer(x, cos, sin, keys[None], mask)
+            if layer.indexer is not None and self.config.top_k and source is not None:
+                index = torch.empty(1, len(keys) - 2 * size, self.config.index_dim)
+                state.gather(source, False, index[0])
+                visible = compressed_mask(self.config, block, self.config.sources[source][1])[:, shown]
+                hidden = ~layer.indexer(x, cos, sin, index, visible)[0]
+            x = layer.of_rows(x, cos, sin, keys, window, tail, hidden)
         return x
 
     def _source(self, state: RequestState, layer: int, x: Tensor, begin: int, block: int, lo: int, hi: int) -> None:
@@ -163,10 +205,9 @@ class Model:
         pending[lo - base : hi - base] = x[0, lo - begin : hi - begin]
         first, end = lo // ratio, hi // ratio
         shown = slice(begin - base, begin - base + x.shape[1])
-        made = self.network.source(source)(pending[None, shown], *(table[shown] for table in _rope(self.config, block)))
-        for rows, new in zip((state.main, state.index), made, strict=True):
-            if new is not None:
-                codes = rows[source].codec.encode(new)[0]
-                rows[source].reserve((block + 1) * size // ratio)
-                part = slice(first - begin // ratio, end - begin // ratio)
-                rows[source].put(first, codes[part], rows[source].codec.decode(codes)[part])
+        main, index = self.network.source(source)(pending[None, shown], *(table[shown] for table in _rope(self.config, block)))
+        part = slice(first - begin // ratio, end - begin // ratio)
+        for section in state.pages.sections:
+            if section.source == source:
+                codes = section.codec.encode(main if section.main else index)[0]
+                state.put(section, first, codes[part], section.codec.decode(codes)[part])

@@ -15,18 +15,32 @@ from torch import Tensor
 from kvstore.engine_integration.model.codecs import Codec
 from kvstore.engine_integration.model.config import ModelConfig
 from kvstore.engine_integration.model.layout import block_layout, entry_bytes, entry_layer_bytes
-from kvstore.engine_integration.model.rings import Ring, Rows
+from kvstore.engine_integration.model.pages import Pages, Section
+from kvstore.engine_integration.model.rings import Ring
 from kvstore.errors import LayoutError, MisuseError
 
 Bytes = npt.NDArray[np.uint8]
 ENTRIES_KEPT: Final = 3  # covers both that prefill wants (the last two boundaries it can resume at) and decode's last three
 
 
+def check_blocks(config: ModelConfig, codec: Codec, blocks: Bytes) -> None:
+    """Raises LayoutError for rows of another layout."""
+    layout = block_layout(config, codec)
+    if blocks.dtype != np.uint8 or blocks.ndim != 2 or blocks.shape[1] != layout.block_bytes:
+        cause = f"{blocks.dtype} {blocks.shape}, blocks have {layout.block_bytes} bytes"
+        raise LayoutError("E586", "blocks", cause, f"load blocks of model {config.name!r} in codec {codec.name!r}")
+
+
 class RequestState:
     """`length` tokens are computed. Not for use by two threads at once."""
 
-    def __init__(self, config: ModelConfig, codec: Codec, prompt_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, codec: Codec, prompt_tokens: int, pages: Pages | None = None) -> None:
+        """`pages`: shared with others, and given back by `release`; else own ones."""
         self.config, self.codec = config, codec
+        self.pages = pages or Pages(config, codec, None)
+        self.table: list[int] = []  # page of each block
+        self._table = torch.zeros(0, dtype=torch.int64)  # the same
+        self.missing: set[int] = set()  # sources whose rows of the hit are still on their way
         self.prompt_tokens = prompt_tokens
         self.length = 0
         self.reached = 0  # most that `length` was: what lies this far back was overwritten
@@ -37,39 +51,66 @@ class RequestState:
         self.approximate = False
         self.entries: dict[int, bytes] = {}
         self.rings = [Ring(config.slots, config.spare, config.latent, codec.window) for _ in range(config.layers)]
-        self.main = [Rows(config.latent, codec.main, config.block // ratio) for _, ratio in config.sources]
-        self.index = [Rows(config.index_dim, codec.index, config.block // ratio) for _, ratio in config.sources if config.index_dim]
         self.pending = [torch.zeros(config.block, config.d) for _ in config.sources]  # a source's inputs of this block
 
     # --- blocks ---
 
-    def sections(self) -> list[tuple[Rows, int]]:
-        """Arrays in the order of a block's sections, and their rows in one block."""
-        found = []
-        for i, (_, ratio) in enumerate(self.config.sources):
-            found += [(rows[i], self.config.block // ratio) for rows in (self.index, self.main) if rows]
-        return found
+    def reserve(self, blocks: int) -> bool:
+        """Room for so many blocks in all. False: the pages are all taken."""
+        more = blocks - len(self.table)
+        if more > 0:
+            taken = self.pages.take(more)
+            if taken is None:
+                return False
+            self.table += taken
+            self._table = torch.tensor(self.table)
+        return True
+
+    def release(self) -> None:
+        """Gives the pages back; nothing can be computed or exported after that."""
+        self.pages.give(self.table)
+        self.table, self._table = [], torch.zeros(0, dtype=torch.int64)
+
+    def put(self, section: Section, first: int, codes: Tensor, values: Tensor) -> None:
+        """Rows first, first+1, ... of one block, in a block that has its page."""
+        page, row = self.table[first // section.rows], first % section.rows
+        part = self.pages.codes[page, section.offset_bytes : section.offset_bytes + section.bytes].view(section.rows, section.row_bytes)
+        part[row : row + len(codes)] = codes
+        read = self.pages.values.get((section.source, section.main))
+        if read is not None:
+            read[page, row : row + len(values)] = values
+
+    def gather(self, source: int, main: bool, out: Tensor) -> None:
+        """Decoded rows of the first blocks, as many as `out` (blocks x rows, dim) holds, in position order."""
+        values = self.pages.values[source, main]
+        torch.index_select(values, 0, self._table[: len(out) // values.shape[1]], out=out.view(-1, *values.shape[1:]))
 
     def export_blocks(self, first: int, end: int) -> Bytes:
         """Blocks [first, end), whole ones only, as they are stored: (end-first, block_bytes)."""
         if not 0 <= first <= end <= self.length // self.config.block:
             raise MisuseError("E585", f"blocks {first} to {end}", f"{self.length} tokens are computed", "export whole blocks only")
-        parts = [rows.codes[first * n : end * n].view(end - first, n * rows.codes.shape[1]) for rows, n in self.sections()]
-        out: Bytes = torch.cat(parts, 1).numpy()
+        out: Bytes = self.pages.codes[self._table[first:end]].numpy()
         return out
 
     def import_blocks(self, blocks: Bytes) -> None:
         """Takes blocks 0, 1, ... of the prompt. LayoutError for rows of another layout."""
-        layout = block_layout(self.config, self.codec)
-        if blocks.dtype != np.uint8 or blocks.ndim != 2 or blocks.shape[1] != layout.block_bytes:
-            cause = f"{blocks.dtype} {blocks.shape}, blocks have {layout.block_bytes} bytes"
-            raise LayoutError("E586", "blocks", cause, f"load blocks of model {self.config.name!r} in codec {self.codec.name!r}")
-        offset = 0
-        for section, (rows, n) in zip(layout.sections, self.sections(), strict=True):
-            part = torch.from_numpy(np.ascontiguousarray(blocks[:, offset : offset + section.bytes]))
-            rows.reserve(len(blocks) * n)
-            rows.write(0, part.view(len(blocks) * n, -1))
-            offset += section.bytes
+        for source in range(len(self.config.sources)):
+            self.import_source(source, blocks)
+
+    def import_source(self, source: int, blocks: Bytes) -> None:
+        """Of blocks 0, 1, ... what one source needs; bytes of other sources are not looked at. Any thread, one for each source."""
+        check_blocks(self.config, self.codec, blocks)
+        self.reserve(len(blocks))
+        at = self._table[: len(blocks)]
+        for section in self.pages.sections:
+            if section.source == source:
+                span = slice(section.offset_bytes, section.offset_bytes + section.bytes)
+                part = torch.from_numpy(blocks[:, span])
+                self.pages.codes[:, span][at] = part
+                values = self.pages.values.get((source, section.main))
+                if values is not None:
+                    rows = section.codec.decode(part.reshape(len(blocks), section.rows, section.row_bytes))
+                    values[at] = rows
 
     # --- window entries ---
 
@@ -107,12 +148,12 @@ class RequestState:
         self.length = length
         self.entries = {at: entry for at, entry in self.entries.items() if at <= length}
 
-    def window_buffer(self, layer: int, block: int, lo: int, start: int) -> Tensor:
-        """Rows of the block before and this one, (2 block, latent); those before `lo` that a query from there on can see are filled in."""
+    def window_into(self, buffer: Tensor, layer: int, block: int, lo: int, start: int) -> None:
+        """Fills `buffer` (2 block, latent): rows of the block before and this one that lie before `lo` and that a query from there on can
+        see; the others are zero."""
         size = self.config.block
-        buffer = torch.zeros(2 * size, self.config.latent)
+        buffer.zero_()
         first = max(start, lo - self.config.window + 1, 0)
         if first < lo:
             at = first - (block - 1) * size
             buffer[at : at + lo - first] = self.rings[layer].get(first, lo)
-        return buffer

@@ -27,11 +27,11 @@ def tile_rows(network: Network) -> int:
     agree = all(_same(F.linear, torch.randn(config.block, w.shape[1], generator=generator), w, TILE_ROWS) for w in weights.values())
     for heads, dim in {(config.heads, config.latent), (config.index_heads or config.heads, config.index_dim or config.latent)}:
         for context in CONTEXT_ROWS:
-            keys = torch.randn(1, 2 * config.block + context, dim, generator=generator)
+            keys = torch.randn(2 * config.block + context, dim, generator=generator)
             q = torch.randn(config.block * heads, dim, generator=generator)
-            agree = agree and _same(lambda rows, k: (rows[None] @ k.transpose(1, 2))[0], q, keys, TILE_ROWS * heads)
-            shares = (q @ keys[0].T).softmax(-1)
-            agree = agree and _same(lambda rows, k: (rows[None] @ k)[0], shares, keys, TILE_ROWS * heads)
+            agree = agree and _same(lambda rows, k: torch.mm(rows, k.T), q, keys, TILE_ROWS * heads)
+            agree = agree and _same(lambda rows, k: torch.bmm(rows[None], k.T[None])[0], q, keys, TILE_ROWS * heads)  # the indexer's
+            agree = agree and _same(torch.mm, torch.mm(q, keys.T).softmax(-1), keys, TILE_ROWS * heads)
     return TILE_ROWS if agree else config.block
 
 
