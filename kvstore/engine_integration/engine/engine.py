@@ -1,35 +1,395 @@
-"""The engine: `submit` from any thread; one thread computes. docs/ENGINE.md tells the flow."""
+"""The engine: `submit` from any thread; one thread computes. docs/ENGINE.md tells the flow.
+
+That thread owns every task. Others (callers, lookups, loads) tell it things through a mailbox of functions, which it runs between two
+pieces of work; each piece is at most one block of one prompt, or one step of one answer.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Final, Self
 
+from kvstore.client.client import Client
+from kvstore.client.load import Load
+from kvstore.client.values import LoadOutcome
+from kvstore.engine_integration.engine.cache import Cache, Found
 from kvstore.engine_integration.engine.options import EngineConfig, RequestOptions
-from kvstore.engine_integration.engine.request import Request
+from kvstore.engine_integration.engine.request import FinishReason, Request
+from kvstore.engine_integration.engine.resuming import Mode
+from kvstore.engine_integration.engine.task import Phase, Task
+from kvstore.engine_integration.engine.windows import HostCache
 from kvstore.engine_integration.model.model import Model
+from kvstore.engine_integration.model.pages import Pages, page_bytes
+from kvstore.engine_integration.model.state import Bytes
+from kvstore.errors import Closed, MisuseError
+
+IDLE_SECONDS: Final = 60.0  # longest sleep of the thread; everything that happens wakes it
+CLOSE_SECONDS: Final = 30.0
 
 
 class Engine:
     """Continuous batching over one model and one cache. Safe to share between threads; not usable in a forked child."""
 
-    def __init__(self, model: Model, cache: Any, config: EngineConfig | None = None) -> None:
-        """`cache`: a Client of the model's layout, an Agent around one, or None: nothing is looked up or stored."""
+    def __init__(self, model: Model, cache: Client | HostCache | None, config: EngineConfig | None = None) -> None:
+        """`cache`: a Client of the model's layout, or a HostCache that several engines of a process share; None: nothing is looked up or
+        stored. Raises MisuseError E596 for a cache of another layout or size of block."""
+        self.model = model
+        self.config = config = config or EngineConfig()
+        host = HostCache(cache, model.config) if isinstance(cache, Client) else cache
+        if host is not None and (host.client.layout != model.layout or host.client.config.block_tokens != model.config.block):
+            cause = f"its client has blocks of {host.client.config.block_tokens} tokens and {host.client.layout.block_bytes} bytes"
+            fix = f"make it with layout=model.layout and block_tokens={model.config.block}"
+            raise MisuseError("E596", "engine's cache", cause, fix)
+        self.cache = Cache(model, host, config)
+        self.pages = Pages(model.config, model.codec, max(2, config.cache_bytes // page_bytes(model.config, model.codec)))
+        self._mail: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._waiting: list[Task] = []  # in the order of their submission
+        self._running: list[Task] = []  # in the order of their start
+        self._leaving: list[Task] = []  # done, but a load still writes to their pages
+        self._turn = 0
+        self._closing = False
+        self.counts: Counter[str] = Counter()  # changed by the engine's thread only
+        self._io = ThreadPoolExecutor(config.io_threads, "kvstore-engine-io")
+        self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
+        self._thread.start()
+
+    # --- callers ---
 
     def submit(self, prompt: list[int], *, options: RequestOptions | None = None) -> Request:
         """Begins to answer; returns at once. Raises MisuseError for a prompt that is empty, has ids that are no tokens (E590), or does
         not fit the engine's memory with its answer (E594); Closed after close(). A full queue is no fault: the request ends as "busy"."""
-        raise NotImplementedError
+        options = options or RequestOptions()
+        size, vocabulary = self.model.config.block, self.model.config.vocabulary
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            what = f"ids from {min(prompt)} to {max(prompt)}" if prompt else "is empty"
+            raise MisuseError("E590", "prompt", what, f"give at least one id; ids are 0 to {vocabulary - 1}")
+        need = (len(prompt) + options.max_tokens + self.model.config.spare) // size + 1
+        assert self.pages.capacity is not None
+        if need > self.pages.capacity:
+            cause = f"{need} blocks of {size} tokens, the engine has room for {self.pages.capacity}"
+            raise MisuseError("E594", f"prompt of {len(prompt)} tokens and an answer of {options.max_tokens}", cause, "raise cache_bytes")
+        if self.cache.host is not None and options.retention_class not in (classes := self.cache.host.client.map.classes):
+            fix = f"use one of {', '.join(sorted(classes))}"
+            raise MisuseError("E598", f"retention class {options.retention_class!r}", "is not in the cluster map", fix)
+        request = Request(list(prompt), options)
+        request.on_cancel(lambda: self._post(lambda: None))
+        speculate = self.config.speculate if options.speculate is None else options.speculate
+        task = Task(request, self.model, self.cache, Mode.of(options, self.config), speculate)
+        with self._changed:
+            if self._closing:
+                raise Closed("E597", "engine", "is closed", "make a new one")
+            self._mail.append(lambda: self._submitted(task))
+            self._changed.notify_all()
+        return request
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the start and gauges of now, by plain name."""
-        raise NotImplementedError
+        """Counters since the start and gauges of now, by plain name; docs/ENGINE.md lists them."""
+        return {
+            **self.counts, **self.cache.counts, "waiting": len(self._waiting), "running": len(self._running),
+            "pages_free": self.pages.free, "pages": self.pages.capacity or 0,
+        }  # fmt: skip
 
     def close(self) -> None:
-        """Ends all requests, as "closed"; waits for stores on their way. The cache stays open: it is its owner's."""
+        """Ends all requests, as "closed"; waits until nothing of them is under way. The cache stays open: it is its owner's."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_SECONDS)
+        self._io.shutdown(wait=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    # --- the thread ---
+
+    def _post(self, letter: Callable[[], None]) -> None:
+        with self._changed:
+            self._mail.append(letter)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while self._turn_once():
+                pass
+        except BaseException as error:  # a bug of ours: nobody may wait for ever
+            with self._changed:
+                self._closing = True
+            for task in [*self._waiting, *self._running]:
+                task.request.fail(error)
+            raise
+
+    def _turn_once(self) -> bool:
+        """Reads the mail, starts what has room, computes a little of everything. False: closed."""
+        with self._changed:
+            letters, closing = list(self._mail), self._closing
+            self._mail.clear()
+        for letter in letters:
+            letter()
+        self._end_early(closing)
+        if closing and not self._running and not self._leaving and not self._waiting:
+            return False
+        self._admit()
+        worked = self._prefill() + self._step()
+        if not worked:
+            with self._changed:
+                self._changed.wait_for(lambda: self._mail or (self._closing and not closing), self._idle_seconds())
+        return True
+
+    def _idle_seconds(self) -> float:
+        ends = [task.deadline_seconds for task in (*self._waiting, *self._running)]
+        return max(0.0, min(IDLE_SECONDS, min(ends, default=float("inf")) - time.monotonic()))
+
+    def _end_early(self, closing: bool) -> None:
+        now = time.monotonic()
+        for task in [*self._waiting, *self._running]:
+            if closing or task.request.cancelled or now > task.deadline_seconds:
+                self._end(task, "closed" if closing else "cancelled" if task.request.cancelled else "deadline")
+
+    # --- a request's way in ---
+
+    def _submitted(self, task: Task) -> None:
+        self.counts["requests"] += 1
+        if len(self._waiting) >= self.config.queue_max + max(0, self.config.running_max - len(self._running)):
+            self._end(task, "busy")
+            return
+        self._waiting.append(task)
+        self._look(task)
+
+    def _look(self, task: Task) -> None:
+        """Finds out what is there, on another thread."""
+
+        def look() -> None:
+            began = time.monotonic()
+            try:
+                task.chain.extend(task.tokens[task.chain.token_count :])
+                keys = task.chain.keys[: task.prompt_tokens // self.model.config.block]
+                found = self.cache.look(keys, task.prompt_tokens, task.mode, task.options.retention_class)
+            except Exception as error:
+                fault = error
+                self._post(lambda: self._fail(task, fault))
+                return
+            self._post(lambda: self._looked(task, found, time.monotonic() - began))
+
+        task.found = None
+        self._io.submit(look)
+
+    def _looked(self, task: Task, found: Found, seconds: float) -> None:
+        if task.phase is Phase.WAITING:
+            task.found = found
+            task.lookup_seconds += seconds
+
+    def _admit(self) -> None:
+        """Starts waiting requests in their order, as long as there is room."""
+        for task in list(self._waiting):
+            if len(self._running) >= self.config.running_max:
+                return
+            if task.found is None:
+                continue  # others need not wait for its lookup
+            if task.found.ticket is not None and task.found.rows is None and self._expired(task.found):
+                self._look(task)
+                continue
+            try:
+                if not task.start(task.found, self.pages):
+                    return
+            except Exception as error:
+                self._fail(task, error)
+                continue
+            self._waiting.remove(task)
+            self._running.append(task)
+            task.queue_seconds = time.monotonic() - task.request.submitted_seconds - task.lookup_seconds
+            self._load(task)
+
+    def _expired(self, found: Found) -> bool:
+        assert found.ticket is not None and self.cache.host is not None
+        return found.resume.blocks_end_tokens > 0 and found.ticket.expired(self.cache.host.client.clock.wall_time())
+
+    def _load(self, task: Task) -> None:
+        """Brings the blocks of the plan, on another thread; computing begins at once and stops where it must wait."""
+        found, state = task.found, task.state
+        assert found is not None and state is not None
+        if not state.missing:
+            return
+
+        def arrived(source: int, rows: Bytes) -> None:
+            state.import_source(source, rows)
+            self._post(lambda: state.missing.discard(source))
+
+        def load() -> None:
+            began = time.monotonic()
+            try:
+                if found.rows is not None:
+                    for source in sorted(state.missing):
+                        arrived(source, found.rows[: found.resume.blocks_end_tokens // self.model.config.block])
+                    outcome, rows = LoadOutcome.COMPLETE, found.rows
+                else:
+                    outcome, rows = self.cache.load(found, lambda load: self._post(lambda: self._began(task, load)), arrived)
+            except Exception as error:
+                fault = error
+                self._post(lambda: self._loaded(task, found, None, None, 0.0, fault))
+                return
+            self._post(lambda: self._loaded(task, found, outcome, rows, time.monotonic() - began, None))
+
+        task.loading = True
+        self._io.submit(load)
+
+    def _began(self, task: Task, load: Load) -> None:
+        task.load = load
+        if task.releasing and task.loading:
+            load.cancel()
+
+    def _loaded(
+        self, task: Task, found: Found, outcome: LoadOutcome | None, rows: Bytes | None, seconds: float, error: Exception | None
+    ) -> None:
+        task.loading, task.load = False, None
+        task.load_seconds += seconds
+        if outcome is not None and found.rows is None:
+            task.load_outcome = outcome.value
+        if task.releasing:
+            task.release()
+            if task in self._leaving:
+                self._leaving.remove(task)
+            return
+        if error is not None:
+            self._fail(task, error)
+        elif rows is not None and len(rows) < found.resume.blocks_end_tokens // self.model.config.block:
+            self._fell_short(task, found, rows)
+
+    def _fell_short(self, task: Task, found: Found, rows: Bytes) -> None:
+        """Fewer blocks came: all that was computed so far is thrown away, and a new plan made from those that did."""
+        self.counts["loads_short"] += 1
+        task.release()
+        task.stored_blocks = 0
+        task.phase = Phase.WAITING
+        self._running.remove(task)
+        self._waiting.insert(0, task)
+        task.found = None
+
+        def look() -> None:
+            keys = task.chain.keys[: task.prompt_tokens // self.model.config.block]
+            try:
+                again = self.cache.look_again(keys, task.prompt_tokens, task.mode, found, rows)
+            except Exception as error:
+                fault = error
+                self._post(lambda: self._fail(task, fault))
+                return
+            self._post(lambda: self._looked(task, again, 0.0))
+
+        self._io.submit(look)
+
+    # --- computing ---
+
+    def _prefill(self) -> int:
+        """One block of each prompt in turn, until this step's budget is used up."""
+        budget = max(1, self.config.prefill_tokens // self.model.config.block) * self.model.config.block
+        done = 0
+        stuck: set[int] = set()
+        while done < budget:
+            ready = [
+                task for task in self._running
+                if task.prefilling and task.request.number not in stuck
+                and not (task.blocked_on is not None and task.state is not None and task.blocked_on in task.state.missing)
+            ]  # fmt: skip
+            if not ready:
+                break
+            self._turn += 1
+            task = ready[self._turn % len(ready)]
+            rows = self._guarded(task, task.prefill)
+            if not rows:
+                stuck.add(task.request.number)
+                continue
+            done += rows
+            self.counts["prefill_tokens"] += rows
+            if task.finished is not None and task.phase is Phase.RUNNING:
+                self._end(task, task.finished)
+        return done
+
+    def _step(self) -> int:
+        """One step of each answer."""
+        done = 0
+        for task in list(self._running):
+            if task.phase is not Phase.RUNNING or task.prefilling or task.state is None or task.releasing:
+                continue
+            room = task.room_for_guesses()
+            if not self._make_room(task, task.state.length + 1 + room):
+                continue
+            before = len(task.tokens)
+            self._guarded(task, lambda task=task, room=room: task.step(room))  # type: ignore[misc]  # bound now, in this turn
+            done += 1
+            self.counts["decode_steps"] += 1
+            self.counts["decode_tokens"] += len(task.tokens) - before
+            if task.finished is not None and task.phase is Phase.RUNNING:
+                self._end(task, task.finished)
+        return done
+
+    def _make_room(self, task: Task, tokens: int) -> bool:
+        """Pages for so many tokens of a running answer; the request that started last loses its room for them, if need be this one."""
+        assert task.state is not None
+        while not task.state.reserve((tokens - 1) // self.model.config.block + 1):
+            victims = [other for other in self._running if not other.loading]
+            if not victims:
+                return False  # the end of a load will wake us
+            victim = victims[-1]
+            self._preempt(victim)
+            if victim is task:
+                return False
+        return True
+
+    def _preempt(self, task: Task) -> None:
+        """What it computed is stored as far as it is whole, so that it goes on from there; the tokens it gave stay."""
+        self.counts["preemptions"] += 1
+        task.preemptions += 1
+        task.store()
+        task.release()
+        task.phase = Phase.WAITING
+        self._running.remove(task)
+        self._waiting.insert(0, task)
+        self._look(task)
+
+    def _guarded(self, task: Task, work: Callable[[], int | None]) -> int:
+        try:
+            return work() or 0
+        except Exception as error:
+            self._fail(task, error)
+            return 0
+
+    # --- a request's way out ---
+
+    def _leave(self, task: Task) -> None:
+        task.phase = Phase.DONE
+        for tasks in (self._waiting, self._running):
+            if task in tasks:
+                tasks.remove(task)
+        task.release()
+        if task.loading:
+            self._leaving.append(task)
+
+    def _end(self, task: Task, reason: FinishReason) -> None:
+        if task.phase is Phase.DONE:
+            return
+        try:
+            task.store()
+        except Exception as error:
+            self._fail(task, error)
+            return
+        response = task.response(reason)
+        self._leave(task)
+        self.counts[f"finished_{reason}"] += 1
+        self.counts["prompt_tokens"] += response.prompt_tokens
+        self.counts["cached_tokens"] += response.cached_tokens
+        task.request.end(response)
+
+    def _fail(self, task: Task, error: Exception) -> None:
+        if task.phase is Phase.DONE:
+            return
+        self._leave(task)
+        self.counts["finished_error"] += 1
+        task.request.fail(error)

@@ -48,8 +48,8 @@ class RequestOptions:
 class EngineConfig:
     """Of one engine."""
 
-    cache_bytes: int = 1 << 30  # of compressed rows of running requests, in pages of one block; requests wait where it is full
-    prefill_tokens: int = 512  # of all prompts in one step, rounded down to whole blocks, at least one; between steps every answer gets a token
+    cache_bytes: int = 1 << 30  # of running requests' compressed rows, in pages of one block; where it is full, others wait
+    prefill_tokens: int = 512  # of all prompts in one turn, in whole blocks, at least one; then each answer gets its next token
     running_max: int = 16
     queue_max: int = 1024  # requests that wait; one more ends at once as "busy"
     io_threads: int = 8  # lookups and loads under way at once

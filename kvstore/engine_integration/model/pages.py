@@ -1,4 +1,4 @@
-"""Room for compressed rows, in pages of one block: stored bytes, and what they decode to. Many requests share one `Pages`, which bounds memory.
+"""Room for compressed rows, in pages of one block: stored bytes, and what they decode to. Requests share one `Pages`, which bounds memory.
 
 A request's blocks lie in any pages; attention gathers them in position order, which is the copy it needs anyway beside the window's rows.
 """

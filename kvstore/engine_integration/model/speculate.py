@@ -6,6 +6,7 @@ kept, the rest is rolled back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,10 +33,12 @@ class Guesser(Protocol):
 class DraftLayer:
     """The draft layer run on its own guesses. It decides the pace, never the text, so its rows need not keep to the shapes of blocks."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, choose: Callable[[Tensor, int], int] | None = None) -> None:
+        """`choose`: the token at a position from logits (vocabulary,), as the answer's own are chosen; the most likely by default."""
         if model.network.draft is None:
             raise MisuseError("E591", f"model {model.config.name!r}", "has no draft layer", "generate without one")
         self.network, self.draft, self.config, self.codec = model.network, model.network.draft, model.config, model.codec.window
+        self.choose = choose or (lambda logits, position: int(logits.argmax()))
         self.first = 0  # position of the first row kept
         self.rows = torch.zeros(0, self.config.latent)
 
@@ -47,7 +50,7 @@ class DraftLayer:
         found: list[int] = []
         for step in range(count):
             output = self._run(position + step, output.view(1, -1), [found[-1] if found else token])[-1]
-            found.append(int(self.network.logits(output).argmax()))
+            found.append(self.choose(self.network.logits(output).detach(), position + 2 + step))
         return found
 
     @torch.inference_mode()

@@ -1,0 +1,156 @@
+"""The engine's side of the cache: what is there of a prompt, its bytes plane by plane, and where to put what was computed.
+
+Everything here may be slow or fail, and runs on the engine's I/O threads. A fault is a miss: it is counted, and the request is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.client.load import Load
+from kvstore.client.ticket import Ticket
+from kvstore.client.values import Fidelity, LoadOutcome, StoreOutcome, StoreResult
+from kvstore.engine_integration.engine.options import EngineConfig
+from kvstore.engine_integration.engine.resuming import Mode, depths_of, plan
+from kvstore.engine_integration.engine.windows import HostCache, Window
+from kvstore.engine_integration.model.model import Model
+from kvstore.engine_integration.model.pages import sections_of
+from kvstore.engine_integration.model.resume import Resume, hit_tokens_max
+from kvstore.engine_integration.model.state import Bytes
+from kvstore.errors import KvstoreError
+from kvstore.keys import Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """From where a request goes on. `rows`: blocks that were loaded already (an earlier load fell short of its ticket)."""
+
+    resume: Resume
+    ticket: Ticket | None = None
+    depths: list[int] = field(default_factory=list)
+    window: Window | None = None
+    rows: Bytes | None = None
+
+    @property
+    def blocks_found(self) -> int:
+        """Those that need not be stored again."""
+        return len(self.rows) if self.rows is not None else self.ticket.hit_blocks if self.ticket is not None else 0
+
+
+class Cache:
+    """Of one engine. Safe to share between its threads."""
+
+    def __init__(self, model: Model, host: HostCache | None, config: EngineConfig) -> None:
+        self.model, self.host, self.config = model, host, config
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self.planes = model.layout.planes(host.client.map.k) if host is not None else ()
+        # A source's rows have come with the plane in which its last section ends.
+        ends = {section.source: section.offset_bytes + section.bytes for section in sections_of(model.config, model.codec)}
+        spans = [(plane.offset_bytes, plane.offset_bytes + plane.bytes) for plane in self.planes]
+        self._sources_of = [[source for source, end in ends.items() if low < end <= high] for low, high in spans]
+
+    def count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self.counts[name] += by
+
+    def look(self, keys: Keys, prompt_tokens: int, mode: Mode, retention_class: str) -> Found:
+        """What is there of a prompt, and from where to go on. Never raises."""
+        config = self.model.config
+        if self.host is None or mode.resume == "off":
+            return Found(plan(config, prompt_tokens, 0, (), mode, 0))
+        try:
+            ticket = self.host.lookup(
+                keys, input_tokens=prompt_tokens, accept=mode.accept, retention_class=retention_class,
+                deadline_seconds=self.config.lookup_deadline_seconds,
+            )  # fmt: skip
+        except KvstoreError:
+            self.count("lookup_errors")
+            return Found(plan(config, prompt_tokens, 0, (), mode, 0))
+        return self._with_window(keys, prompt_tokens, mode, Found(plan(config, prompt_tokens, 0, (), mode, 0), ticket, depths_of(ticket)))
+
+    def look_again(self, keys: Keys, prompt_tokens: int, mode: Mode, found: Found, rows: Bytes) -> Found:
+        """After a load that gave only `rows`: from there."""
+        return self._with_window(keys, prompt_tokens, mode, Found(found.resume, found.ticket, found.depths[: len(rows)], None, rows))
+
+    def _with_window(self, keys: Keys, prompt_tokens: int, mode: Mode, found: Found) -> Found:
+        """The plan for what was found, its window entry fetched; a plan without that entry where it cannot be had after all."""
+        assert self.host is not None
+        config = self.model.config
+        end = min(found.blocks_found * config.block, hit_tokens_max(config, prompt_tokens))
+        depth = max(found.depths[: end // config.block], default=0)
+        candidates = self.host.windows_at(keys, end, found.ticket, mode.accept) if end else set()
+        while True:
+            resume = plan(config, prompt_tokens, found.blocks_found, candidates, mode, depth)
+            if not resume.entry:
+                return Found(resume, found.ticket, found.depths, None, found.rows)
+            window = None
+            try:
+                window = self.host.window(keys, resume.start_tokens, found.ticket, mode.accept)
+            except KvstoreError:
+                self.count("window_errors")
+            if window is not None:
+                return Found(resume, found.ticket, found.depths, window, found.rows)
+            self.count("windows_gone")
+            candidates = candidates - {resume.start_tokens}
+
+    def load(self, found: Found, began: Callable[[Load], None], arrived: Callable[[int, Bytes], None]) -> tuple[LoadOutcome, Bytes]:
+        """Loads the blocks of a plan, plane after plane; `arrived(source, blocks)` is called as soon as a source's rows have come for all
+        of them. How it ended, and the blocks that are whole: as many as planned, or fewer. Never raises."""
+        assert self.host is not None and found.ticket is not None
+        wanted = found.resume.blocks_end_tokens // self.model.config.block
+        rows = np.empty((wanted, self.model.layout.block_bytes), np.uint8)
+        loads: list[Load] = []
+
+        def begin(load: Load) -> None:
+            loads.append(load)
+            began(load)
+
+        try:
+            for ready in self.host.planes_with(
+                begin, found.ticket, rows, deadline_seconds=self.config.load_deadline_seconds, blocks=range(wanted)
+            ):
+                if ready.blocks < wanted:
+                    break  # what was computed so far rests on blocks that did not come
+                for source in self._sources_of[ready.plane]:
+                    arrived(source, rows)
+            if not loads:
+                return LoadOutcome.EXPIRED, rows[:0]
+            result = loads[0].finish()
+        except KvstoreError:
+            self.count("load_errors")
+            return LoadOutcome.UNREACHABLE, rows[:0]
+        return result.outcome, rows[: result.blocks]
+
+    def store(self, keys: Keys, blocks: Bytes, first_block: int, retention_class: str, fidelity: Fidelity) -> bool:
+        """In the background. False: it was not even begun."""
+        if self.host is None:
+            return False
+        try:
+            future = self.host.store(keys, blocks, first_block=first_block, retention_class=retention_class, fidelity=fidelity)
+        except KvstoreError:
+            self.count("store_errors")
+            return False
+        future.add_done_callback(lambda done: self._stored(done.result()))
+        return True
+
+    def _stored(self, result: StoreResult) -> None:
+        self.count("blocks_stored", result.blocks)
+        if result.outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED, StoreOutcome.DECLINED):
+            self.count("store_failures")
+
+    def keep_window(self, keys: Keys, tokens: int, entry: bytes, fidelity: Fidelity, drop: int | None) -> None:
+        """Keeps one, and forgets the one at `drop` tokens."""
+        if self.host is None:
+            return
+        try:
+            self.count("windows_kept", self.host.keep_window(keys, tokens, entry, fidelity=fidelity))
+            if drop is not None:
+                self.host.drop_window(keys, drop)
+        except KvstoreError:
+            self.count("window_errors")

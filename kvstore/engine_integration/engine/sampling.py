@@ -1,0 +1,24 @@
+"""The next token from a row of logits. What chance decides hangs on the request's seed and the token's position alone, so a sampled answer
+is the same whatever else runs and whether or not tokens were guessed ahead."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from kvstore.engine_integration.engine.options import RequestOptions
+
+
+def choose(logits: Tensor, position: int, options: RequestOptions) -> int:
+    """The token at `position`, from logits (vocabulary,) of the row before. The largest of logits and Gumbel noise is a draw by softmax."""
+    if options.temperature == 0:
+        return int(logits.argmax())
+    scores = logits.double().numpy() / options.temperature
+    if options.top_p < 1:
+        shares = np.exp(scores - scores.max())
+        shares /= shares.sum()
+        order = np.argsort(-shares, kind="stable")
+        before = np.cumsum(shares[order]) - shares[order]
+        scores[order[before >= options.top_p]] = -np.inf
+    generator = np.random.Generator(np.random.Philox(key=options.seed, counter=position))
+    return int((scores - np.log(-np.log(generator.random(len(scores)) + 1e-300))).argmax())
