@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 from client_tools import WAIT_SECONDS, cluster_of

@@ -15,10 +15,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kvstore.client.agent.keeps import decode_drops, prefill_keeps
 from kvstore.client.load import Load
 from kvstore.client.values import Fidelity
 from kvstore.engine_integration.engine.cache import Cache, Found
-from kvstore.engine_integration.engine.keeps import decode_drops, prefill_keeps
 from kvstore.engine_integration.engine.request import FinishReason, Request, Response
 from kvstore.engine_integration.engine.resuming import Mode, Worth, worth
 from kvstore.engine_integration.engine.sampling import choose
