@@ -47,7 +47,11 @@ class HandoffSink(Protocol):
     def commit(self, handoff_id: bytes, digest: bytes) -> Status: ...
     def abort(self, handoff_id: bytes) -> Status: ...
     def gone(self, link: object) -> None:
-        """The connection of an offer has ended."""
+        """A connection has ended, perhaps that of an offer."""
+        ...
+
+    def sweep(self) -> None:
+        """Called every 0.25 s: forgets what has lain for too long."""
         ...
 
 
@@ -364,6 +368,8 @@ class _Loop:
         for link in [link for link in self._links if link.late(now)]:
             self.server.count("idle" if link.between and not link.out else "cut")
             self._end(link)
+        if self._listener is not None and self.server.handoffs is not None:
+            self.server.handoffs.sweep()
         if self._deaf_until and now >= self._deaf_until and self._listener is not None:
             self._deaf_until = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
