@@ -40,8 +40,10 @@ class _Program:
 class Loopback(_Program):
     """`senders` processes from a hot buffer to one receiving process with two threads; congestion control is the host's, or as named."""
 
-    def __init__(self, senders: int, bytes_per_sender: int, congestion_control: str = "") -> None:
-        super().__init__("loopback", str(senders), str(bytes_per_sender), "part", *filter(None, [congestion_control]))
+    def __init__(self, senders: int, bytes_per_sender: int, congestion_control: str = "", *, each_to_its_place: bool = False) -> None:
+        """`each_to_its_place`: the receiver writes every byte where it stays, not over and over into one buffer that its cache holds."""
+        words = ["full" if each_to_its_place else "part", *filter(None, [congestion_control])]
+        super().__init__("loopback", str(senders), str(bytes_per_sender), *words)
 
     def round_seconds(self) -> float:
         return self.ask("go")[0]

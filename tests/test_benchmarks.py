@@ -30,7 +30,7 @@ IDS_OF_THE_TABLE = {
     *("lookup_600_116_extents_ms", "lookup_absent_p99_ms", "lookup_false_short", "promise_broken", "p99_one_stopped", "p99_while_evicting"),
     *("report_50m_seconds", "report_50m_memory_gb", "miss_labels", "tokens_add_up", "accounting_cost", "scan_resistance_points"),
     *("replay_vs_lru_points", "replay_infinite", "two_writers", "index_share", "disk_overhead", "daemon_rss_mb", "up_seconds", "kill9"),
-    *("plan_lru_equal", "shards_error_points", "plan_vs_replay_points", "plan_all_policies_seconds"),
+    *("plan_lru_equal", "shards_error_points", "plan_vs_replay_points", "plan_all_policies_seconds", "handoff_vs_loopback"),
 }
 MEASUREMENTS: dict[Measure, list[str]] = {}
 for _id, _measure in REGISTRY.items():

@@ -88,7 +88,7 @@ def test_all_sections_arrive_in_another_process() -> None:
         assert isinstance(stats, dict)
         assert (stats["committed"], stats["arrivals"], stats["used_bytes"]) == (2, 0, 0)
         assert stats["allocated_bytes"] < 1.2 * sum(map(len, sections_of(1, SIZE).values())), "the second used the memory of the first"
-        assert peers.stats()["connections"] == 0
+        assert peers.stats()["connections"] == 2, "the second went over the connections of the first"
 
 
 def test_a_section_can_be_used_while_later_ones_are_still_computed() -> None:
@@ -390,8 +390,8 @@ def test_no_descriptor_thread_or_byte_is_left_after_200_handoffs() -> None:
                 assert arrival is not None
                 inbox.release(arrival)
                 del arrival
-            if cycle in (5, 199):
-                until(lambda: server.stats()["connections"] == 0, "the end of all connections")
+            if cycle in (6, 198):  # not after an abort, which ends its connections
+                until(lambda: server.stats()["connections"] == 2, "the end of the other connections")
                 before = before or counts()
         assert counts() == before
         assert inbox.stats()["used_bytes"] == 0

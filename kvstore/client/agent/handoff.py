@@ -111,10 +111,11 @@ def begin(
                 break
             opened.append(connection)
         else:
+            opened[0].settimeout(max(0.001, end - time.monotonic()))
             opened[0].sendall(frames.request(Verb.OFFER, body))
             frame, _ = read_header(opened[0], end)
             if frame.verb == Verb.OFFER and frame.status == Status.OK:
-                sender = HandoffSender(peers, offer, opened)
+                sender = HandoffSender(peers, address, offer, opened)
                 opened = []
                 return sender
             outcome = _REFUSALS.get(frame.status, HandoffOutcome.UNREACHABLE)
@@ -143,10 +144,10 @@ def send_handoff(
 class HandoffSender:
     """One handoff on its way. `put` from any thread; ends with `commit` or `abort`, or by itself when the other side dies."""
 
-    def __init__(self, peers: Peers, offer: Offer, connections: list[socket.socket]) -> None:
+    def __init__(self, peers: Peers, address: str, offer: Offer, connections: list[socket.socket]) -> None:
         """Use `begin`."""
         self.offer = offer
-        self._peers = peers
+        self._peers, self._address = peers, address
         self._numbers = {name: i for i, (name, _) in enumerate(offer.sections)}
         self._given: set[int] = {i for i, (_, size) in enumerate(offer.sections) if size == 0}
         self._sums = [[0] * offer.parts(i) for i in range(len(offer.sections))]
@@ -232,7 +233,10 @@ class HandoffSender:
         with self._changed:
             connections, self._connections = self._connections, []
         for connection in connections:
-            self._peers.drop(connection)
+            if self._outcome is HandoffOutcome.DONE:
+                self._peers.keep(self._address, connection)
+            else:
+                self._peers.drop(connection)
         assert self._outcome is not None
         return self._outcome
 

@@ -7,6 +7,7 @@ anything for `pause_seconds` after. Whatever goes wrong with an entry is a miss,
 from __future__ import annotations
 
 import math
+import select
 import socket
 import threading
 import time
@@ -88,7 +89,7 @@ class Peers:
             idle = [connection for waiting in self._idle.values() for connection, _ in waiting]
             self._idle.clear()
         for connection in idle:
-            self._drop(connection)
+            self.drop(connection)
 
     def __enter__(self) -> Self:
         return self
@@ -152,9 +153,9 @@ class Peers:
             return outcome, entry
         finally:
             if reusable:
-                self._give_back(address, connection)
+                self.keep(address, connection)
             else:
-                self._drop(connection)
+                self.drop(connection)
 
     def _receive(
         self, connection: socket.socket, key: bytes, answer_end: float, end: float, into: memoryview | None
@@ -194,24 +195,40 @@ class Peers:
     # --- connections ---
 
     def connect(self, address: str, deadline_seconds: float) -> socket.socket | None:
-        """A greeted connection for the caller alone, given up with `drop`; None at the limit of open ones.
+        """A greeted connection for the caller alone, one that lay idle where there is one; given back with `keep`, or `drop` where it may
+        not stand at a frame's end. None at the limit of open ones.
 
-        Raises OSError or EOFError where nobody answers in time, ProtocolError E603 where the greeting is refused.
+        Raises OSError or EOFError where nobody answers in time, ProtocolError E627 where the greeting is refused.
         """
         end = time.monotonic() + deadline_seconds
+        connection = self._take_idle(address)
+        if connection is not None:
+            return connection
         connection = self._connect(address_of(address), end)
         if connection is not None:
             try:
+                connection.settimeout(_left(end))
                 connection.sendall(wire.encode(Verb.HELLO, frames.hello(self.cluster)))
                 _expect_hello(connection, end)
             except BaseException:
-                self._drop(connection)
+                self.drop(connection)
                 raise
         return connection
 
+    def keep(self, address: str, connection: socket.socket) -> None:
+        """Takes back what `connect` gave, for the next call."""
+        with self._lock:
+            waiting = self._idle.setdefault(address, deque())
+            if not self._closed and len(waiting) < self.config.connections_per_peer:
+                waiting.append((connection, time.monotonic()))
+                return
+        self.drop(connection)
+
     def drop(self, connection: socket.socket) -> None:
-        """Ends a connection that `connect` gave."""
-        self._drop(connection)
+        """Ends what `connect` gave."""
+        connection.close()
+        with self._lock:
+            self._open -= 1
 
     def _connect(self, place: tuple[str, int], end: float) -> socket.socket | None:
         with self._lock:
@@ -239,11 +256,6 @@ class Peers:
             raise
         return connection
 
-    def _drop(self, connection: socket.socket) -> None:
-        connection.close()
-        with self._lock:
-            self._open -= 1
-
     def _take_idle(self, address: str) -> socket.socket | None:
         stale = []
         found = None
@@ -251,23 +263,15 @@ class Peers:
             waiting = self._idle.get(address, deque())
             while waiting and found is None:
                 connection, since = waiting.pop()
-                if time.monotonic() - since < self.config.idle_seconds / 2:
+                if time.monotonic() - since < self.config.idle_seconds / 2 and not _spoke(connection):
                     found = connection
                 else:
                     stale.append(connection)
             if not waiting:
                 self._idle.pop(address, None)
         for connection in stale:
-            self._drop(connection)
+            self.drop(connection)
         return found
-
-    def _give_back(self, address: str, connection: socket.socket) -> None:
-        with self._lock:
-            waiting = self._idle.setdefault(address, deque())
-            if not self._closed and len(waiting) < self.config.connections_per_peer:
-                waiting.append((connection, time.monotonic()))
-                return
-        self._drop(connection)
 
     def _oldest_idle(self) -> socket.socket | None:
         """Under the lock: the connection that has waited longest, no longer kept."""
@@ -295,6 +299,13 @@ class Peers:
 
 _OUTCOMES: Final = {int(Status.NOT_FOUND): "missing", int(Status.BUSY): "busy"}
 _WHOLE: Final = ("hit", "missing", "busy", "corrupt")  # after these the connection stands at a frame's end
+
+
+def _spoke(connection: socket.socket) -> bool:
+    """Did the other side say something, or end, while nothing was asked?"""
+    look = select.poll()
+    look.register(connection, select.POLLIN | select.POLLRDHUP)
+    return bool(look.poll(0))
 
 
 def _left(end: float) -> float:
