@@ -381,7 +381,7 @@ def test_no_descriptor_thread_or_byte_is_left_after_200_handoffs() -> None:
 
     with inbox_of() as (inbox, server), Peers() as peers:
         before = None
-        for cycle in range(200):
+        for cycle in range(203):
             if cycle % 4 == 3:
                 started(peers, server.address, {"a": bytes(5000)}).abort()
             else:
@@ -390,7 +390,7 @@ def test_no_descriptor_thread_or_byte_is_left_after_200_handoffs() -> None:
                 assert arrival is not None
                 inbox.release(arrival)
                 del arrival
-            if cycle in (6, 198):  # not after an abort, which ends its connections
+            if cycle in (6, 202):  # not after an abort, which ends its connections
                 until(lambda: server.stats()["connections"] == 2, "the end of the other connections")
                 before = before or counts()
         assert counts() == before
