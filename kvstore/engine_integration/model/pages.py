@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvstore.engine_integration.model.codecs import Codec, RowCodec
 from kvstore.engine_integration.model.config import ModelConfig
 from kvstore.engine_integration.model.layout import block_layout
+from kvstore.errors import MisuseError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,16 @@ class Pages:
         self.codes = torch.empty(count, self._block_bytes, dtype=torch.uint8)
         self.values = {(s.source, s.main): torch.empty(count, s.rows, self._dim(s)) for s in self.sections if self._dim(s)}
         self._free = list(range(count - 1, -1, -1))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pages:
+        """For a copy of a request's state, to try several ways on from one place: its own pages are copied, shared ones cannot be."""
+        if self.capacity is not None:
+            raise MisuseError("E599", "pages", "are shared by many requests", "copy the state of a request with pages of its own")
+        copied = copy(self)
+        copied._lock = threading.Lock()
+        copied.codes, copied._free = self.codes.clone(), list(self._free)
+        copied.values = {name: values.clone() for name, values in self.values.items()}
+        return copied
 
     def _dim(self, section: Section) -> int:
         return self._latent if section.main else self._index_dim
