@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from client_tools import NO_REUSE, SMALL, V41, bytes_of, chain, cluster_of, store, until_whole
 
-from kvstore.client import Client, LoadOutcome, LoadResult, PlaneReady, Ticket
+from kvstore.client import Client, Load, LoadOutcome, LoadResult, PlaneReady, Ticket
 from kvstore.client.agent.ram import RamTier
 from kvstore.client.ticket import EXTENT
 from kvstore.errors import MisuseError
@@ -116,9 +116,16 @@ def test_a_load_let_go_of_keeps_nothing(cluster: LocalCluster) -> None:
             break  # the iterator is closed after one plane
         assert tier.stats().extents == 0
         tier.check_integrity()
-        expired = replace(client.lookup(keys), expires_unix_ms=0)
         load(client, keys, data)
-        assert tier.stats().extents == 1
+        begun: list[Load] = []
+        place[:] = 0
+        coming = client.planes_with(begun.append, client.lookup(keys), place)
+        next(coming)
+        assert begun[0].finish().blocks == 8 and np.array_equal(place, data), "who began it may end it in mid-way"
+        coming.close()
+        assert begun[0].finish().blocks == 8
+        tier.check_integrity()
+        expired = replace(client.lookup(keys), expires_unix_ms=0)
         assert client.load(expired, place).outcome is LoadOutcome.EXPIRED
         with pytest.raises(MisuseError, match="E566"):
             client.load(replace(client.lookup(keys), layout_tag=1), place)

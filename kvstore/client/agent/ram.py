@@ -251,6 +251,7 @@ class RamLoad:
         self._tier = tier
         self._rows = rows
         self._planes = planes
+        self._copied = 0  # planes of the leading rows
 
     def __enter__(self) -> Self:
         return self
@@ -266,6 +267,18 @@ class RamLoad:
         columns = self._columns(plane)
         for row, part in self.pieces:
             self._rows[row : row + len(part), columns] = part[:, columns]
+        self._copied = len(self._planes) if plane is None else plane + 1
+
+    def copy_missing(self) -> None:
+        """Fills what `copy` has not filled yet."""
+        if not self._copied:
+            self.copy()
+        for plane in range(self._copied, len(self._planes)):
+            self.copy(plane)
+
+    @property
+    def planes(self) -> int:
+        return len(self._planes)
 
     def keep(self, rows_whole: int, plane: int | None = None) -> None:
         """Copies what is to stay, before the caller may change it. `rows_whole`: leading rows that are whole in `plane`."""
