@@ -38,6 +38,7 @@ inline constexpr Outcome outcome(Fault f) { return uint32_t(f); }
 inline constexpr Outcome outcome(Status s) { return uint32_t(s); }
 
 struct NetConfig {
+  wire::Role small_role = wire::Role::SMALL;   // DIRECTORY where the peers are window directories
   uint32_t loops = 2;                       // bulk threads; small messages have one of their own
   uint32_t bulk_connections_max = 2048;
   int64_t connect_timeout_ns = 1 * SECOND;

@@ -46,7 +46,7 @@ class Call : public std::enable_shared_from_this<Call> {
 
 class SmallConn final : public Conn {
  public:
-  SmallConn(Net& net, Node& node) : Conn(net, node, *net.small_loop, wire::Role::SMALL) {}
+  SmallConn(Net& net, Node& node) : Conn(net, node, *net.small_loop, net.config.small_role) {}
   // The node's connection, made when there is none; null while the node is held for down.
   static std::shared_ptr<SmallConn> of(Net& net, Node& node);
   // Any thread. A failure is answered to the call like any other.

@@ -32,6 +32,7 @@ enum class Status : uint32_t {
   EXISTS = 4,         // this very shard of this writing is stored already: counts as stored
   STALE_MAP = 5,      // the request's epoch is older than this node accepts for writes
   DRAINING = 6,       // the node is shutting down
+  SUPERSEDED = 7,     // a window directory knows a later start of this agent, or hears it on another connection
   BAD_REQUEST = 20,   // the frame or a field in it is out of range
   TOO_LARGE = 21,     // length beyond the limit, refused before allocation
   BAD_VERSION = 22,   // protocol or format version not spoken here

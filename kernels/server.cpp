@@ -2,58 +2,24 @@
 #include "server.hpp"
 
 #include <errno.h>
-#include <netdb.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <system_error>
 
 #include "io_engine.hpp"
+#include "server_bind.hpp"
 #include "server_bulk.hpp"
 #include "server_small.hpp"
 #include "server_write.hpp"
-#include "tcp.hpp"
 
 namespace nb = nanobind;
 
 namespace kv {
-namespace {
-
-[[noreturn]] void fail(int error, const std::string& what) { throw std::system_error(error, std::generic_category(), what); }
-
-int listen_on(const std::string& host, uint16_t& port, const std::string& congestion_control) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found)) fail(EINVAL, "\"" + host + "\" is not an IP address");
-  const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  const int on = 1;
-  int error = fd < 0 ? errno : 0;
-  if (!error && setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) < 0) error = errno;
-  if (!error) set_congestion_control(fd, congestion_control);   // connections inherit it
-  if (!error && bind(fd, found->ai_addr, found->ai_addrlen) < 0) error = errno;
-  freeaddrinfo(found);
-  if (!error && ::listen(fd, 1024) < 0) error = errno;
-  sockaddr_storage bound{};
-  socklen_t length = sizeof bound;
-  if (!error && getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &length) < 0) error = errno;
-  char service[16];
-  if (!error && getnameinfo(reinterpret_cast<sockaddr*>(&bound), length, nullptr, 0, service, sizeof service, NI_NUMERICSERV)) error = EINVAL;
-  if (error) {
-    if (fd >= 0) ::close(fd);
-    fail(error, host + ":" + std::to_string(port));
-  }
-  port = uint16_t(std::stoul(service));
-  return fd;
-}
-
-}  // namespace
 
 Server::Server(Store& store, const ServerConfig& config) : shared_(store, config), io_(config.io) {
-  while (!shared_.boot_id)
-    if (getrandom(&shared_.boot_id, sizeof shared_.boot_id, 0) < 0) fail(errno, "getrandom");
+  shared_.boot_id = random_boot_id();
   if (config.io != "buffered") reads_ = direct_reads(shared_, io_note_);
   if (!reads_) {
     reads_ = buffered_reads();
@@ -108,41 +74,14 @@ void Server::stop() {
 
 namespace {
 
-nb::dict counters(const Counter* values, uint32_t count) {   // by Status number, zeros left out
-  nb::dict d;
-  for (uint32_t i = 0; i < count; i++)
-    if (const uint64_t n = values[i].load(std::memory_order_relaxed)) d[nb::int_(i)] = n;
-  return d;
-}
-
 nb::dict stats_of(Server& server) {
   const ServerStats& s = server.shared().stats;
-  nb::dict d, requests, seconds, queued;
-  for (uint32_t op = 0; op < OPS; op++) {
-    requests[OP_NAMES[op]] = counters(s.requests[op], STATUSES);
-    queued[OP_NAMES[op]] = s.queued[op].load();
-    nb::list counts;
-    for (const auto& c : s.seconds[op].counts) counts.append(c.load(std::memory_order_relaxed));
-    nb::dict h;
-    h["counts"] = counts;
-    h["sum_seconds"] = double(s.seconds[op].sum_ns.load(std::memory_order_relaxed)) / 1e9;
-    seconds[OP_NAMES[op]] = h;
-  }
-  nb::list bounds;
-  for (uint64_t us : Histogram::BOUNDS_US) bounds.append(double(us) / 1e6);
-  d["bounds_seconds"] = bounds;
-  d["requests"] = requests;
-  d["request_seconds"] = seconds;
-  d["queued"] = queued;
+  nb::dict d = front_stats(server.shared(), {Op::HELLO, Op::DISCOVER, Op::PROMISE, Op::WITHDRAW, Op::WHY, Op::ADMIT, Op::READ, Op::WRITE});
   d["read_items"] = counters(s.read_items, STATUSES);
   const std::pair<const char*, const Counter*> singles[] = {
-      {"bytes_in", &s.bytes_in}, {"bytes_out", &s.bytes_out}, {"connections", &s.connections}, {"connections_opened", &s.connections_opened},
-      {"connections_refused", &s.connections_refused}, {"connections_idle_closed", &s.connections_idle_closed},
-      {"connections_cut", &s.connections_cut}, {"frames_malformed", &s.frames_malformed}, {"faults", &s.faults}, {"read_head_bytes", &s.read_head_bytes},
-      {"reads_direct", &s.reads_direct}, {"reads_direct_bytes", &s.reads_direct_bytes}, {"reads_cached", &s.reads_cached},
-      {"reads_fell_back", &s.reads_fell_back}, {"epoch_seen", &s.epoch_seen}};
+      {"read_head_bytes", &s.read_head_bytes}, {"reads_direct", &s.reads_direct}, {"reads_direct_bytes", &s.reads_direct_bytes},
+      {"reads_cached", &s.reads_cached}, {"reads_fell_back", &s.reads_fell_back}};
   for (auto& [name, c] : singles) d[name] = c->load(std::memory_order_relaxed);
-  d["inflight"] = server.shared().inflight.load();
   d["read_head_bytes_max"] = server.shared().config.read_head_bytes_max;
   d["write_arena_used_bytes"] = server.shared().arena.used_bytes();
   return d;

@@ -1,41 +1,32 @@
 // The server of one storage daemon: speaks kernels/wire.hpp, stands on kernels/store.hpp. docs/PROTOCOL.md is the text to it.
 //
 // Threads, each with what it alone touches:
-//   small  x 1   accepts, greets, and answers DISCOVER, PROMISE, WITHDRAW, WHY inline (server_small.cpp)
+//   small  x 1   accepts, greets (server_front.cpp), and answers DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT inline (server_small.cpp)
 //   bulk   x n   READ and WRITE; a connection belongs to one of them for life (server_bulk.cpp)
 //   write  x n   Store::put of records received whole (server_write.hpp): a commit never stalls a read
 //   direct x 1   with the direct engine only: the io_uring (io_direct.cpp)
 // They talk by messages to a loop's inbox that name a connection by number, so that a dead one is simply not found.
 #pragma once
-#include <array>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "server_arena.hpp"
-#include "server_stats.hpp"
+#include "server_shared.hpp"
 #include "store.hpp"
 
 namespace kv {
 
-struct ServerConfig {
-  std::string host = "127.0.0.1";
-  uint16_t port = 0;                              // 0: any free one
-  std::array<uint8_t, 16> cluster{};              // wire::Hello::cluster
-  uint64_t epoch = 0;
+struct ServerConfig : FrontConfig {
   uint32_t bucket_seconds = 60;
   std::string io = "buffered";                    // or "direct", "auto"
   uint32_t bulk_threads = 2, write_threads = 2;
-  uint32_t connections_max = 4096;
   uint64_t write_arena_bytes = 96ull << 20;       // records being received or put, all connections; past it BUSY
   uint64_t connection_bytes_max = 16ull << 20;    // the same of one connection; past it we stop reading from it
   uint64_t read_head_bytes_max = 64ull << 20;     // heads and checks held for READs, all connections; past it BUSY items
   uint64_t read_arena_bytes = 32ull << 20;        // direct engine: reads in flight or not yet sent
   uint64_t read_cache_bytes = 64ull << 20;        // direct engine: what was read twice
   uint32_t read_depth = 2;                        // direct engine: reads at the disk at once (deeper was slower: 12 daemons share it)
-  uint32_t idle_ms = 300'000;                     // a connection without requests is closed after this
-  std::string congestion_control;                 // of TCP, for all connections; "": the host's
-  uint32_t progress_ms = 3'000;                   // a peer that neither takes nor gives bytes it owes is cut after this
 };
 
 class ReadService;
@@ -44,17 +35,12 @@ class SmallLoop;
 class BulkLoop;
 
 // What all threads of a server share. Nothing in it changes after start but the atomics.
-struct ServerShared {
-  ServerShared(Store& s, const ServerConfig& c) : store(s), config(c), arena(c.write_arena_bytes), epoch(c.epoch) {}
+struct ServerShared : FrontShared {
+  ServerShared(Store& s, const ServerConfig& c) : FrontShared(c), store(s), config(c), arena(c.write_arena_bytes) {}
   Store& store;
   const ServerConfig config;
   Arena arena;
-  ServerStats stats;
-  std::atomic<uint64_t> epoch;
-  std::atomic<bool> draining{false};
-  std::atomic<uint64_t> inflight{0};   // requests accepted and not answered
   std::atomic<uint64_t> read_ask_bytes{0};   // held for READ requests: what they ask for
-  uint64_t boot_id = 0;
 };
 
 class Server {

@@ -19,7 +19,7 @@ constexpr uint64_t READ_ASK_BYTES_MAX = 64 << 20;   // held for READs of all con
 constexpr size_t BATCH_BYTES = 128 << 10;           // small items and replies are gathered up to this
 }  // namespace
 
-BulkLoop::BulkLoop(ServerShared& shared, ReadService& reads, Putter& putter) : Loop(shared), putter_(putter) {
+BulkLoop::BulkLoop(ServerShared& shared, ReadService& reads, Putter& putter) : Loop(shared), shared_(shared), putter_(putter) {
   engine_ = reads.engine([this](uint64_t conn, uint64_t serial) {
     Message m;
     m.kind = Message::Kind::READ_DONE;

@@ -2,6 +2,7 @@
 // that one record is received while another is put, and the disk is asked early.
 #pragma once
 #include "io_engine.hpp"
+#include "server.hpp"
 #include "server_loop.hpp"
 
 namespace kv {
@@ -60,6 +61,7 @@ class BulkLoop final : public Loop {
   void answered(Conn& conn);                    // the front request
   void open_extents(const std::shared_ptr<ReadJob>& job, int64_t& budget);
 
+  ServerShared& shared_;
   std::unique_ptr<ReadEngine> engine_;
   Putter& putter_;
 };

@@ -11,7 +11,7 @@
 
 #include <system_error>
 
-#include "server_bulk.hpp"
+#include "server_bulk.hpp"   // BulkState, whose end is a connection's
 
 namespace kv {
 namespace {
@@ -32,32 +32,48 @@ void append_header(std::vector<uint8_t>& out, const wire::FrameHeader& request, 
   out.insert(out.end(), p, p + sizeof h);
 }
 
+namespace {
+// The longest body of a verb; 0: not a verb of this role.
+uint64_t hello_max(uint8_t verb) { return wire::Verb(verb) == wire::Verb::HELLO ? sizeof(wire::Hello) + 4096 : 0; }
+
+uint64_t body_max_of(wire::Role role, uint8_t verb) {
+  using wire::Role, wire::Verb;
+  Role of = Role::SMALL;
+  uint64_t most = wire::SMALL_BODY_MAX;
+  switch (Verb(verb)) {
+    case Verb::DISCOVER:
+    case Verb::PROMISE:
+    case Verb::WITHDRAW:
+    case Verb::WHY:
+    case Verb::ADMIT: break;
+    case Verb::READ: of = Role::BULK, most = wire::READ_BODY_MAX; break;
+    case Verb::WRITE: of = Role::BULK, most = RECORD_BYTES_MAX; break;
+    case Verb::REGISTER:
+    case Verb::LOCATE:
+    case Verb::TOUCH:
+    case Verb::FORGET:
+    case Verb::REPORT:
+    case Verb::STATUS: of = Role::DIRECTORY; break;
+    default: return 0;
+  }
+  return of == role ? most : 0;
+}
+}  // namespace
+
 HeaderCheck check_header(const wire::FrameHeader& h, const Conn& conn, Status& why) {
-  using wire::Verb;
   if (h.magic != wire::MAGIC) return HeaderCheck::NOT_OURS;
   why = Status::BAD_VERSION;
   if (h.version != wire::VERSION) return HeaderCheck::REFUSED;
   why = Status::BAD_REQUEST;
   if (h.kind != uint8_t(wire::Kind::REQUEST) || h.flags || h.status || h.aux) return HeaderCheck::REFUSED;
-  uint64_t body_max = 0;
-  const Verb verb = Verb(h.verb);
-  if (conn.phase == Phase::GREETING) {
-    if (verb != Verb::HELLO) return HeaderCheck::REFUSED;
-    body_max = sizeof(wire::Hello) + 4096;
-  } else if (conn.bulk) {
-    if (verb == Verb::READ) body_max = wire::READ_BODY_MAX;
-    else if (verb == Verb::WRITE) body_max = RECORD_BYTES_MAX;
-    else return HeaderCheck::REFUSED;
-  } else {
-    if (verb != Verb::DISCOVER && verb != Verb::PROMISE && verb != Verb::WITHDRAW && verb != Verb::WHY && verb != Verb::ADMIT) return HeaderCheck::REFUSED;
-    body_max = wire::SMALL_BODY_MAX;
-  }
+  const uint64_t body_max = conn.phase == Phase::GREETING ? hello_max(h.verb) : body_max_of(conn.role, h.verb);
+  if (!body_max) return HeaderCheck::REFUSED;
   why = Status::TOO_LARGE;
   if (h.body_bytes > body_max) return HeaderCheck::REFUSED;
   return HeaderCheck::OK;
 }
 
-Loop::Loop(ServerShared& shared) : shared_(shared) {
+Loop::Loop(FrontShared& shared) : common_(shared) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) {
@@ -90,7 +106,7 @@ void Loop::stop() {
   if (thread_.joinable()) thread_.join();
   while (!conns_.empty()) close(*conns_.begin()->second);
   std::lock_guard lock(inbox_mutex_);
-  sub(shared_.stats.connections, [this] {
+  sub(common_.stats.connections, [this] {
     uint64_t n = 0;
     for (auto& m : inbox_) n += m.adopted != nullptr;
     return n;
@@ -125,7 +141,7 @@ void Loop::adopt(std::unique_ptr<Conn> conn) {
   conn->ready = false;
   conn->readable = conn->writable = true;   // find out by trying
   if (epoll_ctl(epoll_, EPOLL_CTL_ADD, conn->fd, &e) < 0) {
-    sub(shared_.stats.connections);
+    sub(common_.stats.connections);
     return;
   }
   Conn& c = *conn;
@@ -152,13 +168,13 @@ Conn* Loop::find(uint64_t id) {
 
 void Loop::close(Conn& conn) {
   on_closed(conn);
-  sub(shared_.stats.connections);
+  sub(common_.stats.connections);
   conns_.erase(conn.id);
 }
 
 bool Loop::dead(int error) {
   if (error == EAGAIN || error == EINTR) return false;
-  if (error == ETIMEDOUT) add(shared_.stats.connections_cut);   // the kernel saw it first: a vanished host, or a window long closed
+  if (error == ETIMEDOUT) add(common_.stats.connections_cut);   // the kernel saw it first: a vanished host, or a window long closed
   return true;
 }
 
@@ -173,7 +189,7 @@ bool Loop::flush(Conn& conn, bool more) {
     }
     conn.out_at += size_t(n);
     conn.moved(uint64_t(n));
-    add(shared_.stats.bytes_out, uint64_t(n));
+    add(common_.stats.bytes_out, uint64_t(n));
   }
   conn.out.clear();
   conn.out_at = 0;
@@ -245,7 +261,7 @@ void Loop::run() {
       try {
         turn = serve(*conn);
       } catch (const std::exception&) {   // no memory, or a fault below us: this connection's end, not the daemon's
-        add(shared_.stats.faults);
+        add(common_.stats.faults);
       }
       switch (turn) {
         case Turn::AGAIN: make_ready(*conn); break;
@@ -274,9 +290,9 @@ bool Loop::sweep(int64_t now) {
       if (now - c.window_ns > LINGER_NS) dead.push_back(&c);
     } else if (c.phase == Phase::GREETING || owes(c)) {
       waiting = true;
-      if (now - c.window_ns <= shared_.config.progress_ms * MS) continue;
+      if (now - c.window_ns <= common_.front.progress_ms * MS) continue;
       if (c.window_bytes < PROGRESS_BYTES) {
-        add(shared_.stats.connections_cut);
+        add(common_.stats.connections_cut);
         dead.push_back(&c);
       }
       c.window_ns = now;
@@ -284,8 +300,8 @@ bool Loop::sweep(int64_t now) {
     } else {
       c.window_ns = now;
       c.window_bytes = 0;
-      if (idle(c) && now - c.used_ns > shared_.config.idle_ms * MS) {
-        add(shared_.stats.connections_idle_closed);
+      if (idle(c) && now - c.used_ns > common_.front.idle_ms * MS) {
+        add(common_.stats.connections_idle_closed);
         dead.push_back(&c);
       }
     }

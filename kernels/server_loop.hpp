@@ -1,4 +1,4 @@
-// One epoll thread with an inbox, and the connections that live on it. SmallLoop and BulkLoop say what a connection does.
+// One epoll thread with an inbox, and the connections that live on it. FrontLoop and BulkLoop say what a connection does.
 //
 // Edge-triggered: an event sets flags and puts the connection on the ready list; serve() works until the socket says "again" or its
 // turn is over (then the connection goes to the end of the list: one fast reader cannot keep others waiting).
@@ -10,7 +10,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "server.hpp"
+#include "server_shared.hpp"
+#include "wire.hpp"
 
 namespace kv {
 
@@ -32,6 +33,7 @@ struct Conn {
   const uint64_t id;
   const int fd;
   Phase phase = Phase::GREETING;
+  wire::Role role = wire::Role::SMALL;   // from its HELLO on
   bool readable = false, writable = true, ready = false;
   bool hangup = false;              // epoll has told of the peer's end: it may lie behind data, without another edge
   bool eof = false;                 // the peer will send no more
@@ -44,6 +46,7 @@ struct Conn {
   uint64_t window_bytes = 0;        // moved in it
   int64_t used_ns = 0;              // last request or greeting
   std::unique_ptr<BulkState> bulk;  // of a BULK connection
+  uint32_t agent = 0;               // of a DIRECTORY connection: who speaks on it, a number of directory_agents.hpp; 0: nobody yet
 
   size_t pending() const { return out.size() - out_at; }
   void moved(uint64_t bytes) { window_bytes += bytes; }
@@ -58,7 +61,7 @@ struct Message {
 
 class Loop {
  public:
-  explicit Loop(ServerShared& shared);
+  explicit Loop(FrontShared& shared);
   virtual ~Loop();
   void start(const char* name);
   void stop();               // closes every connection, joins; harmless twice
@@ -92,7 +95,7 @@ class Loop {
 
   bool hurried_ = false;     // tick even where nobody is waited for
   static constexpr uint64_t WAKE_TOKEN = 0, LISTEN_TOKEN = 1, FIRST_CONN = 16;
-  ServerShared& shared_;
+  FrontShared& common_;
 
  private:
   void run();
@@ -127,6 +130,12 @@ inline Op op_of(uint8_t verb) {
     case wire::Verb::ADMIT: return Op::ADMIT;
     case wire::Verb::READ: return Op::READ;
     case wire::Verb::WRITE: return Op::WRITE;
+    case wire::Verb::REGISTER: return Op::REGISTER;
+    case wire::Verb::LOCATE: return Op::LOCATE;
+    case wire::Verb::TOUCH: return Op::TOUCH;
+    case wire::Verb::FORGET: return Op::FORGET;
+    case wire::Verb::REPORT: return Op::REPORT;
+    case wire::Verb::STATUS: return Op::STATUS;
     default: return Op::HELLO;
   }
 }

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "server.hpp"
 #include "server_loop.hpp"
 
 namespace kv {

@@ -2,7 +2,8 @@
 //
 // Every message is a 32-byte FrameHeader and a body; all integers little-endian; structs are packed by construction.
 // A connection has one role, fixed by its HELLO: SMALL (hello, discover, promise, withdraw, why; many requests in flight,
-// replies in any order, matched by request id) or BULK (read, write; served strictly in order of arrival).
+// replies in any order, matched by request id) or BULK (read, write; served strictly in order of arrival). A window directory has one
+// role, DIRECTORY, served as SMALL is; its bodies stand in directory_wire.hpp.
 //
 // Invariants: a length is checked against its limit before anything is allocated; the body check of small messages covers the body;
 // bulk bodies carry their own sums (record.hpp). Never changes: the header's first 8 bytes, HELLO's fixed part.
@@ -18,9 +19,10 @@ inline constexpr uint32_t READ_BODY_MAX = 1u << 20;       // a READ request's bo
 inline constexpr uint32_t KEYS_MAX = 8192;                // keys of one discover, items of one promise / withdraw
 inline constexpr uint32_t READ_EXTENTS_MAX = 4096, READ_ITEMS_MAX = 65536;
 
-enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, ADMIT = 6, READ = 16, WRITE = 17 };
+enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, ADMIT = 6, READ = 16, WRITE = 17,
+                           REGISTER = 32, LOCATE = 33, TOUCH = 34, FORGET = 35, REPORT = 36, STATUS = 37 };   // of a window directory
 enum class Kind : uint8_t { REQUEST = 0, REPLY = 1, ITEM = 2 };   // ITEM: one of several answers to a READ
-enum class Role : uint8_t { SMALL = 0, BULK = 1 };
+enum class Role : uint8_t { SMALL = 0, BULK = 1, DIRECTORY = 2 };
 
 struct FrameHeader {
   uint32_t magic;

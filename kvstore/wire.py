@@ -56,6 +56,7 @@ class Status(IntEnum):
     EXISTS = 4
     STALE_MAP = 5
     DRAINING = 6
+    SUPERSEDED = 7
     BAD_REQUEST = 20
     TOO_LARGE = 21
     BAD_VERSION = 22
@@ -77,6 +78,12 @@ class Verb(IntEnum):
     ADMIT = 6
     READ = 16
     WRITE = 17
+    REGISTER = 32  # of a window directory (kvstore/wire_directory.py)
+    LOCATE = 33
+    TOUCH = 34
+    FORGET = 35
+    REPORT = 36
+    STATUS = 37
 
 
 class Gone(IntEnum):
@@ -106,6 +113,7 @@ class Kind(IntEnum):
 class Role(IntEnum):
     SMALL = 0
     BULK = 1
+    DIRECTORY = 2
 
 
 _HEADER = struct.Struct("<IBBBBQIIII")

@@ -79,7 +79,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("verb", Verb)
+@pytest.mark.parametrize("verb", LIMITS)
 @pytest.mark.parametrize("excess", ["one", "2^31", "2^32-1"])
 def test_a_length_beyond_its_limit_is_refused_before_anything_is_allocated(server: InProcess, verb: Verb, excess: str) -> None:
     role = None if verb == Verb.HELLO else Role.SMALL if verb < 16 else Role.BULK
@@ -179,7 +179,7 @@ def test_a_range_of_versions_and_a_capability_are_accepted(server: InProcess) ->
 
 
 def test_a_second_hello_is_refused(server: InProcess) -> None:
-    for role in Role:
+    for role in (Role.SMALL, Role.BULK):
         refused(server.connect(role), wire.encode(Verb.HELLO, wire.Hello(role, TAG).encode()), Status.BAD_REQUEST)
 
 
