@@ -4,8 +4,9 @@ Rules: prefix `kvstore_`; base units; counters end in `_total`; labels from clos
 first second; classic buckets; no ratio and no rate (PromQL divides counters); never a key, prompt, user or address in a label.
 Hits are counted at lookup, in tokens, against the tokens asked for: both counters, and what was delivered apart from them.
 
-A process has one registry: `node_registry(...)`, or `client_registry(...)` of kvstore/client/metrics.py. Both read their numbers, when
-they are scraped, from functions that the native parts give; nothing on a hot path touches Prometheus.
+A process has one registry: `node_registry(...)`, `directory_registry(...)` of kvstore/metrics_directory.py, or `client_registry(...)` of
+kvstore/client/metrics.py. All read their numbers, when they are scraped, from functions that the native parts give; nothing on a hot path
+touches Prometheus.
 """
 
 from __future__ import annotations
@@ -318,7 +319,9 @@ def flat_values(registry: CollectorRegistry) -> dict[str, float]:
     return found
 
 
-_STATUS_RESULT: Final = {0: "ok", 1: "not_found", 2: "busy", 3: "no_space", 4: "ok", 5: "stale_map", 6: "draining", 40: "corrupt"}
+_STATUS_RESULT: Final = {
+    0: "ok", 1: "not_found", 2: "busy", 3: "no_space", 4: "ok", 5: "stale_map", 6: "draining", 7: "refused", 40: "corrupt",
+}  # fmt: skip
 
 
 def result_of_status(status: int) -> str:
@@ -459,22 +462,11 @@ def read_holdings(holdings: Iterable[Holding], facts: NodeFacts, values: Values)
 
 def read_server(stats: Mapping[str, Any], values: Values) -> None:
     """Server.stats() -> the node table."""
-    if tuple(stats["bounds_seconds"]) != LATENCY_BOUNDS_SECONDS:
-        raise ValueError("the server's histogram bounds are not LATENCY_BOUNDS_SECONDS")
+    read_front(stats, "kvstore_node", OPS, values)
     for op in OPS:
-        for status, count in stats["requests"][op].items():
-            values.add("kvstore_node_requests_total", count, op, result_of_status(status))
-        histogram = stats["request_seconds"][op]
-        values.histogram("kvstore_node_request_duration_seconds", histogram["counts"], histogram["sum_seconds"], op)
         values.set("kvstore_node_queued_requests", stats["queued"][op], op)
     for status, count in stats["read_items"].items():
         values.add("kvstore_node_read_shards_total", count, result_of_status(status))
-    values.set("kvstore_node_transfer_bytes_total", stats["bytes_in"], "in")
-    values.set("kvstore_node_transfer_bytes_total", stats["bytes_out"], "out")
-    values.set("kvstore_node_connections", stats["connections"])
-    for event in ("opened", "refused", "idle_closed", "cut"):
-        values.set("kvstore_node_connection_events_total", stats[f"connections_{event}"], event)
-    values.set("kvstore_node_malformed_frames_total", stats["frames_malformed"])
     values.set("kvstore_node_memory_bytes", stats["write_arena_used_bytes"], "write")
     values.set("kvstore_node_memory_bytes", stats["read_head_bytes"], "read_head")
     values.set("kvstore_disk_reads_total", stats["reads_direct"], "direct")
@@ -503,3 +495,20 @@ def read_store(stats: Mapping[str, Any], values: Values) -> None:
     values.set("kvstore_index_starts_total", 1, stats["start_mode"])
     filter_start = stats["filter_start"]
     values.set("kvstore_filter_starts_total", 1, "loaded" if filter_start == "loaded" else "ignored" if filter_start else "built")
+
+
+def read_front(stats: Mapping[str, Any], prefix: str, ops: Sequence[str], values: Values) -> None:
+    """What every data port counts alike."""
+    if tuple(stats["bounds_seconds"]) != LATENCY_BOUNDS_SECONDS:
+        raise ValueError("the server's histogram bounds are not LATENCY_BOUNDS_SECONDS")
+    for op in ops:
+        for status, count in stats["requests"][op].items():
+            values.add(f"{prefix}_requests_total", count, op, result_of_status(status))
+        histogram = stats["request_seconds"][op]
+        values.histogram(f"{prefix}_request_duration_seconds", histogram["counts"], histogram["sum_seconds"], op)
+    for direction in ("in", "out"):
+        values.set(f"{prefix}_transfer_bytes_total", stats[f"bytes_{direction}"], direction)
+    values.set(f"{prefix}_connections", stats["connections"])
+    for event in ("opened", "refused", "idle_closed", "cut"):
+        values.set(f"{prefix}_connection_events_total", stats[f"connections_{event}"], event)
+    values.set(f"{prefix}_malformed_frames_total", stats["frames_malformed"])

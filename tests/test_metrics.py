@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from kvstore.metrics import (
     Holding,
     NodeFacts,
 )
+from kvstore.metrics_directory import DIRECTORY
+from kvstore.server.directory import Directory
+from kvstore.server.directory_config import DirectoryConfig
 from kvstore.server.local import LocalCluster
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
@@ -134,8 +138,8 @@ def test_a_server_with_other_bounds_is_noticed(store_stats: Callable[[], dict[st
 
 
 def test_names_follow_the_rules() -> None:
-    assert len({m.name for m in (*NODE, *CLIENT)}) == len(NODE) + len(CLIENT), "one name per fact"
-    for m in (*COMMON, *NODE, *CLIENT):
+    assert len({m.name for m in (*NODE, *DIRECTORY, *CLIENT)}) == len(NODE) + len(DIRECTORY) + len(CLIENT), "one name per fact"
+    for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT):
         assert re.fullmatch(r"kvstore_[a-z0-9_]+", m.name)
         assert m.name.endswith("_total") == (m.kind == "counter"), m.name
         assert not re.search(r"_(ms|us|kb|mb|gb|percent|rate)(_|$)", m.name), m.name
@@ -172,11 +176,21 @@ def document_rows() -> dict[str, tuple[str, dict[str, set[str]], str]]:
 
 def test_the_document_lists_exactly_what_is_exported() -> None:
     written = document_rows()
-    assert set(written) == {m.name for m in (*COMMON, *NODE, *CLIENT)}
-    for m in (*COMMON, *NODE, *CLIENT):
+    assert set(written) == {m.name for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT)}
+    for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT):
         kind, labels, text = written[m.name]
         assert kind == m.kind and text == m.help, m.name
         assert set(labels) == set(m.labels), m.name
+
+
+@contextmanager
+def directory() -> Iterator[str]:
+    """The HTTP address of a window directory in this process."""
+    running = Directory(DirectoryConfig(port=0))
+    running.start()
+    yield str(running.facts()["http"])
+    running.request_stop()
+    running.serve_until_stopped()
 
 
 def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_from_the_table(tmp_path: Path) -> None:
@@ -186,8 +200,9 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
         LocalCluster(tmp_path, 1, capacity_bytes=128 << 20, k=1, m=0) as cluster,
         Client(cluster.map, layout=SMALL) as client,
         serve_metrics(client, 0) as port,
+        directory() as third,
     ):
-        for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}"):
+        for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third):
             with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
                 text = answer.read().decode()
             for family in text_string_to_metric_families(text):

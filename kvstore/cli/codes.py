@@ -222,6 +222,7 @@ ERRORS: Final = {
     "E172": ErrorCode("texts to train on are not the pinned ones", ("another library", "changed files"), "name the pinned one: --corpus"),
     "E173": ErrorCode("a checkpoint is of other training", ("other settings", "another --out"), "name another --out, or ask for the same"),
     "E174": ErrorCode("weights are of another model size", ("the wrong file",), "name the size that they were made for"),
+    "E180": ErrorCode("a window directory's setting is out of range", (), "the message names the range or the form"),
     "E196": ErrorCode("an agent's limit towards others is out of range", (), "the message names the range; see docs/PROTOCOL.md"),
     "E201": ErrorCode("a daemon did not start", ("see its log",), "read the log that the message names"),
     "E202": ErrorCode("no node of the cluster answers", ("the cluster is stopped", "wrong map", "network"), "kvstore up, or correct --map"),

@@ -32,6 +32,7 @@ from kvstore.version import described
 COMMANDS: Final = (
     "up",
     "node",
+    "directory",
     "status",
     "stats",
     "top",

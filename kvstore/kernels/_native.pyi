@@ -158,6 +158,37 @@ class Server:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges: kernels/server_stats.hpp. By op and by status number where they have those."""
 
+# --- directory_server.cpp: a window directory on its port (kernels/directory*.hpp, docs/WINDOWS.md).
+
+class DirectoryServer:
+    """Serves from construction to stop(). OSError with the errno of bind where the port cannot be had, of mmap where the memory cannot."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        cluster16: bytes,
+        memory_bytes: int = 1_000_000_000,
+        lifetime_seconds: float = 180.0,
+        virtual_clock: bool = False,
+        connections_max: int = 4096,
+        idle_timeout_seconds: float = 300.0,
+        progress_timeout_seconds: float = 3.0,
+        congestion_control: str = "",
+    ) -> None: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def boot_id(self) -> int:
+        """Random, never zero; another one after each start."""
+
+    def stop(self) -> None:
+        """Closes every connection and ends the thread; harmless twice."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges of the front, as Server.stats() has them, and of the table (DirectoryStatus of directory_wire.hpp)."""
+
 # --- store_bind.cpp: the storage of one node (kernels/store.hpp), and record.cpp (plain twin: kvstore/record.py). Statuses are the numbers
 # of kernels/common.hpp. `owner` is 16 bytes, keys (n, 32), write_ids (n,); arrays of an extent key and its writing go in pairs.
 
@@ -373,7 +404,10 @@ class ClientCore:
         idle_timeout_seconds: float = 60.0,
         store_deadline_seconds: float = 10.0,
         congestion_control: str = "",
-    ) -> None: ...
+        directories: bool = False,
+    ) -> None:
+        """`directories`: the addresses are window directories, of which call_many alone is understood."""
+
     def discover(self, owner: bytes, epoch: int, keys: _U8) -> ClientDiscover: ...
     def promise(
         self,

@@ -1,7 +1,8 @@
-"""The gRPC face of a daemon: grpc.health.v1, reflection, and kvstore.v1.Node (proto/node.proto). Off the data path."""
+"""The gRPC face of a daemon: grpc.health.v1 and reflection; of a node also kvstore.v1.Node (proto/node.proto). Off the data path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,11 +21,12 @@ SERVICE: Final = "kvstore.v1.Node"
 WORKERS: Final = 4
 
 
-class ControlServer:
-    """Serves from `start` on; health says NOT_SERVING until `set_ready(True)`."""
+class HealthServer:
+    """Serves from `start` on; health says NOT_SERVING until `set_ready(True)`, for "" and for `service`."""
 
-    def __init__(self, node: Node, host: str, port: int) -> None:
-        """Raises OSError where the port cannot be had."""
+    def __init__(self, host: str, port: int, service: str, add: Callable[[grpc.Server], None] | None = None) -> None:
+        """`add` puts the service itself into the server, where it has calls. Raises OSError where the port cannot be had."""
+        self._service = service
         self._server = grpc.server(
             ThreadPoolExecutor(WORKERS, "kvstore-grpc"),
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1 << 20)],
@@ -32,8 +34,10 @@ class ControlServer:
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        node_pb2_grpc.add_NodeServicer_to_server(_NodeService(node), self._server)  # type: ignore[no-untyped-call]  # generated code
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        if add is not None:
+            add(self._server)
+        names = (service, health.SERVICE_NAME) if add is not None else (health.SERVICE_NAME,)
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
         self.set_ready(False)
         check_port(host, port)  # gRPC would write its own lines on stderr
         bracketed = f"[{host}]" if ":" in host else host
@@ -49,11 +53,21 @@ class ControlServer:
 
     def set_ready(self, ready: bool) -> None:
         answer = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", SERVICE):
+        for service in ("", self._service):
             self._health.set(service, answer)
 
     def close(self, grace_seconds: float = 0.5) -> None:
         self._server.stop(grace_seconds).wait()
+
+
+class ControlServer(HealthServer):
+    """Of a node: its own calls, too."""
+
+    def __init__(self, node: Node, host: str, port: int) -> None:
+        def add(server: grpc.Server) -> None:
+            node_pb2_grpc.add_NodeServicer_to_server(_NodeService(node), server)  # type: ignore[no-untyped-call]  # generated code
+
+        super().__init__(host, port, SERVICE, add)
 
 
 class _NodeService(node_pb2_grpc.NodeServicer):

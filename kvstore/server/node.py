@@ -101,7 +101,7 @@ class Node:
         self.capacity_bytes = capacity_of(config)
         self._mark_read = self._map_mark()
         self.map = config.load_map() or self.map
-        _raise_descriptor_limit()
+        raise_descriptor_limit()
         log.info(f"kvstore {version()}, node {config.node_id} of cluster {self.map.cluster_id}, epoch {self.map.epoch}, pid {os.getpid()}")
         log.info(f"disk {config.data_dir}, {format_bytes(self.capacity_bytes)} to use")
         for owner in config.owners:
@@ -475,7 +475,7 @@ def run_node(config: NodeConfig) -> int:
     return node.serve_until_stopped()
 
 
-def _raise_descriptor_limit() -> None:
+def raise_descriptor_limit() -> None:
     """Connections and segments need more than the 1,024 of a login shell; the hard limit is the system's word."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < DESCRIPTORS_MIN:

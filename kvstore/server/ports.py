@@ -19,8 +19,8 @@ def check_port(host: str, port: int) -> None:
 
 
 @contextmanager
-def port_fault(host: str, port: int, flag: str) -> Iterator[None]:
-    """Turns an OSError of bind or listen inside into ConfigError E107 or E124."""
+def port_fault(host: str, port: int, flag: str, value: str = "N") -> Iterator[None]:
+    """Turns an OSError of bind or listen inside into ConfigError E107 or E124, whose fix names flag and value."""
     try:
         yield
     except OSError as error:
@@ -28,8 +28,7 @@ def port_fault(host: str, port: int, flag: str) -> Iterator[None]:
         if in_use or error.errno is None:
             from kvstore.server.local import port_owner  # reads /proc: only when something went wrong
 
-            raise ConfigError("E107", f"port {port} is in use{port_owner(port)}", fix=f"stop it, or {flag} N") from None
+            raise ConfigError("E107", f"port {port} is in use{port_owner(port)}", fix=f"stop it, or {flag} {value}") from None
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(
-            "E124", f"cannot listen on {host}:{port}", reason, f"give an address of this host with --host, or {flag} N"
-        ) from None
+        other = f"with {flag} {value}" if ":" in value else f"with --host, or {flag} {value}"
+        raise ConfigError("E124", f"cannot listen on {host}:{port}", reason, f"give an address of this host {other}") from None
