@@ -252,7 +252,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_sent() -> None:
         for address in ("", "host", "host:0", "host:70000", ":1", "host:٣"):
             with pytest.raises(MisuseError, match="E575"):
                 peers.fetch_window(address, key(1))
-        with pytest.raises(MisuseError, match="E576"):
+        with pytest.raises(MisuseError, match="E575"):
             peers.fetch_window("127.0.0.1:1", b"short")
     with pytest.raises(Closed):
         peers.fetch_window("127.0.0.1:1", key(1))

@@ -150,7 +150,7 @@ def hello(cluster: bytes, boot_id: int = 0) -> bytes:
 
 def encode_window(owner: bytes, key: bytes) -> bytes:
     if len(owner) != OWNER_BYTES or len(key) != KEY_BYTES:
-        raise MisuseError("E576", "window key", f"owner of {len(owner)}, key of {len(key)} bytes", "pass 16 and 32 bytes")
+        raise MisuseError("E575", "window key", f"owner of {len(owner)}, key of {len(key)} bytes", "pass 16 and 32 bytes")
     return _WINDOW.pack(owner, key)
 
 

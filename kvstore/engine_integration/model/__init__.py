@@ -7,6 +7,7 @@ resume    from where a prompt goes on, given what was found
 attention, moe, compressor, blocks    the layers (torch)
 rings, state                          what one request keeps
 model                                 prefill, decode, rollback, export, import
+handover                              a request in bytes: from a prefill process to a decode process
 """
 
 from kvstore.engine_integration.model.config import MINI, SIZES, TINY, ModelConfig
