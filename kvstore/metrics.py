@@ -227,6 +227,56 @@ CLIENT: Final = (
     Metric("kvstore_agent_ram_bytes", "gauge", "Bytes of the RAM tier.", {"kind": ("used", "capacity")}),
 )
 
+WINDOW_PLACES: Final = ("own", "peer", "missing")
+WINDOW_FETCHES: Final = ("hit", "missing", "busy", "dead", "late", "skipped", "corrupt", "refused", "full")  # kvstore/client/agent/peers.py
+
+WINDOW: Final = (
+    Metric(
+        "kvstore_window_lookups_total",
+        "counter",
+        "Lookups with a usable hit, by where the window entry at its end is said to be.",
+        {"where": WINDOW_PLACES},
+    ),
+    Metric("kvstore_window_takes_total", "counter", "Window entries asked for, by where they came from.", {"where": WINDOW_PLACES}),
+    Metric("kvstore_window_fetch_duration_seconds", "histogram", "Seconds of those that came from another agent, its search included."),
+    Metric("kvstore_window_fetched_bytes_total", "counter", "Bytes of them."),
+    Metric("kvstore_window_fetches_total", "counter", "Other agents asked for an entry, by outcome.", {"result": WINDOW_FETCHES}),
+    Metric(
+        "kvstore_window_served_total",
+        "counter",
+        "Entries that other agents asked for, by outcome.",
+        {"result": ("sent", "missing", "busy")},
+    ),
+    Metric("kvstore_window_served_bytes_total", "counter", "Bytes of entries sent to other agents."),
+    Metric(
+        "kvstore_window_faults_total",
+        "counter",
+        "Entries that did not open with their key, and holders' names that are no address; counted as missing.",
+        {"kind": ("corrupt", "address")},
+    ),
+    Metric("kvstore_window_kept_total", "counter", "Entries handed over to be kept, by outcome.", {"result": ("kept", "refused")}),
+    Metric("kvstore_window_dropped_total", "counter", "Entries that went, by why.", {"reason": ("expired", "capacity", "discarded")}),
+    Metric("kvstore_window_entries", "gauge", "Window entries held."),
+    Metric(
+        "kvstore_window_bytes",
+        "gauge",
+        "Bytes of entries; of memory, free buffers included; and what that may grow to.",
+        {"kind": ("used", "allocated", "capacity")},
+    ),
+    Metric(
+        "kvstore_window_directory_keys_total",
+        "counter",
+        "Window keys told to directories, or asked of them, by what came of it.",
+        {"event": ("registered", "touched", "forgotten", "found", "missed")},
+    ),
+    Metric(
+        "kvstore_window_directory_failures_total",
+        "counter",
+        "Requests to directories without a good answer; skipped: not sent, as the instance is out.",
+        {"reason": ("timeout", "unreachable", "refused", "protocol", "skipped")},
+    ),
+)
+
 
 class Values:
     """What one scrape found: numbers by metric and label values. What is never set stays 0."""

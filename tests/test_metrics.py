@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import metrics
 from kvstore.client import Client
-from kvstore.client.metrics import serve_metrics
+from kvstore.client.agent.agent import Agent
+from kvstore.client.agent.metrics import serve_metrics
 from kvstore.kernels import _native
 from kvstore.metrics import (
     AGE_BOUNDS_SECONDS,
@@ -25,6 +26,7 @@ from kvstore.metrics import (
     LATENCY_BOUNDS_SECONDS,
     NODE,
     OPS,
+    WINDOW,
     EvictionMetrics,
     Holding,
     NodeFacts,
@@ -138,8 +140,9 @@ def test_a_server_with_other_bounds_is_noticed(store_stats: Callable[[], dict[st
 
 
 def test_names_follow_the_rules() -> None:
-    assert len({m.name for m in (*NODE, *DIRECTORY, *CLIENT)}) == len(NODE) + len(DIRECTORY) + len(CLIENT), "one name per fact"
-    for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT):
+    tables = (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW)
+    assert len({m.name for m in tables}) == len(tables), "one name per fact"
+    for m in tables:
         assert re.fullmatch(r"kvstore_[a-z0-9_]+", m.name)
         assert m.name.endswith("_total") == (m.kind == "counter"), m.name
         assert not re.search(r"_(ms|us|kb|mb|gb|percent|rate)(_|$)", m.name), m.name
@@ -176,8 +179,8 @@ def document_rows() -> dict[str, tuple[str, dict[str, set[str]], str]]:
 
 def test_the_document_lists_exactly_what_is_exported() -> None:
     written = document_rows()
-    assert set(written) == {m.name for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT)}
-    for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT):
+    assert set(written) == {m.name for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW)}
+    for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW):
         kind, labels, text = written[m.name]
         assert kind == m.kind and text == m.help, m.name
         assert set(labels) == set(m.labels), m.name
@@ -199,7 +202,8 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
     with (
         LocalCluster(tmp_path, 1, capacity_bytes=128 << 20, k=1, m=0) as cluster,
         Client(cluster.map, layout=SMALL) as client,
-        serve_metrics(client, 0) as port,
+        Agent(client) as agent,
+        serve_metrics(agent, 0) as port,
         directory() as third,
     ):
         for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third):

@@ -205,6 +205,7 @@ def test_prefill_keeps_the_ends_of_the_next_turn_and_of_a_repeat() -> None:
     assert prefill_keeps(261) == {256}, "a repeat hits nothing: 261 - 134 is less than a block"
     assert prefill_keeps(262) == {128, 256}
     assert prefill_keeps(77_000) == {76_928, 76_800}
+    assert prefill_keeps(77_000, 14_720) == {76_928, 76_800, 14_720}, "and where the hit ended without an entry"
     assert prefill_keeps(50, block_tokens=16, slots=22) == {48, 16}
 
 

@@ -20,12 +20,12 @@ from kvstore.metrics import CLASSES, CLIENT, Metric, TableCollector, Values, reg
 
 def client_collector(client: Client) -> TableCollector:
     """For a registry that the host process has already."""
-    return TableCollector(_table(client), lambda values: read_client(client, values))
+    return TableCollector(client_table(client), lambda values: read_client(client, values))
 
 
 def client_registry(client: Client) -> CollectorRegistry:
     """A registry of this client alone, build_info included."""
-    return registry_of(_table(client), lambda values: read_client(client, values))
+    return registry_of(client_table(client), lambda values: read_client(client, values))
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def serve_metrics(client: Client, port: int, host: str = "127.0.0.1") -> Iterato
         server.close()
 
 
-def _table(client: Client) -> list[Metric]:
+def client_table(client: Client) -> list[Metric]:
     """The table with the closed lists of this process: one tenant, one model."""
     own = {"owner": (client.tenant,), "model_name": (client.config.model_name,)}
     return [
