@@ -277,6 +277,31 @@ WINDOW: Final = (
     ),
 )
 
+REPLAY_DEPTHS: Final = ("1", "2", "3", "more")  # bounded replays behind an answer, one behind the other
+REPLAY_ERROR_BOUNDS_NATS: Final = (1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+AUDIT: Final = (
+    Metric(
+        "kvstore_replay_audits_total",
+        "counter",
+        "Answers over a bounded replay that were chosen for the shadow audit, by what became of it.",
+        {"result": ("done", "dropped", "long", "failed")},
+    ),
+    Metric(
+        "kvstore_replay_audited_tokens_total",
+        "counter",
+        "Tokens of audited answers, by whether the exact run's most likely token is the same.",
+        {"top": ("same", "changed")},
+    ),
+    Metric(
+        "kvstore_replay_error_nats",
+        "histogram",
+        "Nats of KL from exact to approximate, of each audited token, by depth of its answer.",
+        {"depth": REPLAY_DEPTHS},
+        REPLAY_ERROR_BOUNDS_NATS,
+    ),
+)
+
 
 class Values:
     """What one scrape found: numbers by metric and label values. What is never set stays 0."""

@@ -21,6 +21,7 @@ from kvstore.client.agent.metrics import serve_metrics
 from kvstore.kernels import _native
 from kvstore.metrics import (
     AGE_BOUNDS_SECONDS,
+    AUDIT,
     CLIENT,
     COMMON,
     LATENCY_BOUNDS_SECONDS,
@@ -36,6 +37,7 @@ from kvstore.server.directory import Directory
 from kvstore.server.directory_config import DirectoryConfig
 from kvstore.server.local import LocalCluster
 
+EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW, *AUDIT)
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
 
 
@@ -140,13 +142,12 @@ def test_a_server_with_other_bounds_is_noticed(store_stats: Callable[[], dict[st
 
 
 def test_names_follow_the_rules() -> None:
-    tables = (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW)
-    assert len({m.name for m in tables}) == len(tables), "one name per fact"
-    for m in tables:
+    assert len({m.name for m in EVERYTHING}) == len(EVERYTHING), "one name per fact"
+    for m in EVERYTHING:
         assert re.fullmatch(r"kvstore_[a-z0-9_]+", m.name)
         assert m.name.endswith("_total") == (m.kind == "counter"), m.name
         assert not re.search(r"_(ms|us|kb|mb|gb|percent|rate)(_|$)", m.name), m.name
-        assert (m.kind == "histogram") <= m.name.endswith("_seconds"), m.name
+        assert (m.kind == "histogram") <= m.name.endswith(("_seconds", "_nats")), m.name
         assert m.help.endswith(".") and "\n" not in m.help
         for name, closed in m.labels.items():
             assert len(closed) <= 10 and not {"key", "request", "user", "prompt", "ip", "node"} & {name}, m.name
@@ -179,8 +180,8 @@ def document_rows() -> dict[str, tuple[str, dict[str, set[str]], str]]:
 
 def test_the_document_lists_exactly_what_is_exported() -> None:
     written = document_rows()
-    assert set(written) == {m.name for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW)}
-    for m in (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW):
+    assert set(written) == {m.name for m in EVERYTHING}
+    for m in EVERYTHING:
         kind, labels, text = written[m.name]
         assert kind == m.kind and text == m.help, m.name
         assert set(labels) == set(m.labels), m.name
@@ -206,9 +207,11 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
         serve_metrics(agent, 0) as port,
         directory() as third,
     ):
+        texts = [generate_latest(metrics.registry_of(AUDIT, lambda values: None)).decode()]  # of an engine: tests/test_shadow_audit.py
         for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third):
             with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
-                text = answer.read().decode()
+                texts.append(answer.read().decode())
+        for text in texts:
             for family in text_string_to_metric_families(text):
                 labels: dict[str, set[str]] = {}
                 for sample in family.samples:

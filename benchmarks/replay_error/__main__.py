@@ -80,9 +80,8 @@ def _measure(asked: argparse.Namespace, file: Path) -> None:
     origin = f"trained on {about['trained_tokens']:,} tokens" if weights else "RANDOM: the figures mean nothing"
     _say(f"weights  {about['weights']}, {origin}; {told}")
     minutes = MINUTES[asked.size] if asked.minutes is None else asked.minutes
-    study.run(EXPERIMENTS, minutes * 60, _say)
     asked.out.mkdir(parents=True, exist_ok=True)
-    study.save(file)
+    study.run(EXPERIMENTS, minutes * 60, file, _say)
 
 
 def _trained_tokens(weights: Path, step_tokens: int) -> int:

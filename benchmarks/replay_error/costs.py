@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -11,6 +13,10 @@ import numpy as np
 from benchmarks.harness import ROOT
 from benchmarks.replay_error.probe import begin
 from benchmarks.replay_error.study import PASSAGE_BLOCKS, Study
+from kvstore.client.agent.frames import PeerConfig
+from kvstore.client.agent.peer_server import PeerServer
+from kvstore.client.agent.peers import Peers
+from kvstore.engine_integration.model.layout import entry_bytes
 from kvstore.plan.accesses import Accesses, of_requests
 from kvstore.plan.reuse import reuse_of
 from kvstore.plan.windows import BOTH, ENTRY_BYTES, capped_hits
@@ -40,6 +46,22 @@ def time_sample(study: Study, number: int) -> None:
         state = begin(model, passage if start else None, prompt, hit if start else 0, start, entry=entry)
         model.feed(state, passage.tokens[start:prompt])
         study.seconds.setdefault(f"{name}/{hit}", []).append(round(time.thread_time() - began, 5))
+    for entry_size in (entry_bytes(config, model.codec), ENTRY_BYTES):
+        study.seconds.setdefault(f"fetch/{entry_size}", []).append(round(fetch_seconds(entry_size), 6))
+
+
+def fetch_seconds(entry_size: int) -> float:
+    """Wall seconds until a window entry of another agent is here, over loopback and a connection that is open; median of nine."""
+    entry, key = bytes(entry_size), bytes(32)
+    serving = closing(PeerServer("127.0.0.1", 0, windows=lambda owner, asked: entry))
+    with serving as server, Peers(config=PeerConfig(silence_seconds=5.0)) as peers:
+        taken = []
+        for _ in range(10):
+            began = time.perf_counter()
+            if peers.fetch_window(server.address, key, deadline_seconds=10.0) is None:
+                raise RuntimeError(f"a fetch over loopback failed: {peers.stats()}")
+            taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ continuation. "W windows" is bounded replay of so many: computing begins W x 128
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -15,7 +13,7 @@ from benchmarks.replay_error.costs import time_sample
 from benchmarks.replay_error.floor import floor_sample
 from benchmarks.replay_error.needle import needle_sample
 from benchmarks.replay_error.probe import NO_END, Passage, answer_logits, begin, deviation, fork
-from benchmarks.replay_error.study import Study, chosen
+from benchmarks.replay_error.study import Experiments, Study, chosen
 from kvstore.engine_integration.model.speculate import DraftLayer, generate
 
 HITS_A_PASSAGE = 4
@@ -158,7 +156,7 @@ def greedy_sample(study: Study, number: int) -> None:
         study.tally(f"greedy/{kind}/{windows * config.window}").add(found, same=found.first_difference)
 
 
-EXPERIMENTS: dict[str, tuple[float, Callable[[Study, int], None]]] = {
+EXPERIMENTS: Experiments = {
     "replay": (0.30, replay_sample),
     "suffix": (0.15, suffix_sample),
     "lineage": (0.20, lineage_sample),

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvstore.engine_integration.engine.audit import divergence
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.resume import Resume, WindowUse
 from kvstore.engine_integration.model.state import Bytes, RequestState
@@ -82,10 +83,6 @@ class Deviation:
 
 def deviation(exact: Tensor, approximate: Tensor, truth: Sequence[int]) -> Deviation:
     """Logits (count, vocabulary) twice and the tokens that follow, (count,). In float64: differences of 1e-12 nats are real."""
-    p, q = (logits.double().log_softmax(-1) for logits in (exact, approximate))
-    nats = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
-    if torch.equal(exact, approximate):
-        nats = torch.zeros_like(nats)
     true = torch.tensor(list(truth))[:, None]
-    nll = (p.gather(1, true) - q.gather(1, true))[:, 0]
-    return Deviation(nats.numpy(), nll.numpy(), (exact.argmax(-1) == approximate.argmax(-1)).numpy())
+    p, q = (logits.double().log_softmax(-1).gather(1, true)[:, 0] for logits in (exact, approximate))
+    return Deviation(divergence(exact, approximate).numpy(), (p - q).numpy(), (exact.argmax(-1) == approximate.argmax(-1)).numpy())

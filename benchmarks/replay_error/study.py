@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from kvstore.engine_integration.model.model import Model
 
 FORMAT: Final = 1
 PASSAGE_BLOCKS: Final = 32
+SAVE_SECONDS: Final = 60.0
+Experiments: TypeAlias = "dict[str, tuple[float, Callable[[Study, int], None]]]"
+"""Name -> share of the time, and what takes one sample of it."""
 
 
 @dataclass
@@ -70,8 +73,8 @@ class Study:
 
     # --- running ---
 
-    def run(self, experiments: dict[str, tuple[float, Callable[[Study, int], None]]], seconds: float, say: Callable[[str], None]) -> None:
-        """Samples in turn, so that each experiment gets its share (name -> share, sample) of the time; at least one of each."""
+    def run(self, experiments: Experiments, seconds: float, path: Path, say: Callable[[str], None]) -> None:
+        """Samples in turn, so that each experiment gets its share of the time; at least one of each. Saved every minute, and at the end."""
         began = told = time.monotonic()
         before = dict(self.counts)
         while True:
@@ -82,17 +85,18 @@ class Study:
             experiments[name][1](self, self.counts.get(name, 0))
             self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - start
             self.counts[name] = self.counts.get(name, 0) + 1
-            if time.monotonic() - told > 60:
+            if time.monotonic() - told > SAVE_SECONDS:
                 told = time.monotonic()
+                self._save(path, before, began, experiments)
                 say(f"{(told - began) / 60:.0f} min  " + ", ".join(f"{one} {self.counts.get(one, 0)}" for one in experiments))
-        new = {name: self.counts.get(name, 0) - before.get(name, 0) for name in experiments}
-        run = {"minutes": round((time.monotonic() - began) / 60, 1), "samples": new, "machine": machine(), "commit": commit()}
-        self.runs.append(run | {"torch": torch.__version__})
+        self._save(path, before, began, experiments)
 
     # --- file ---
 
-    def save(self, path: Path) -> None:
-        found = {"format": FORMAT, "about": self.about, "runs": self.runs, "counts": self.counts}
+    def _save(self, path: Path, before: dict[str, int], began: float, experiments: Experiments) -> None:
+        new = {name: self.counts.get(name, 0) - before.get(name, 0) for name in experiments}
+        run = {"minutes": round((time.monotonic() - began) / 60, 1), "samples": new, "machine": machine(), "commit": commit()}
+        found = {"format": FORMAT, "about": self.about, "runs": [*self.runs, run | {"torch": torch.__version__}], "counts": self.counts}
         found |= {"bits_per_byte": self.bits_per_byte, "trace": self.trace}
         found |= {"spent": {name: round(value, 1) for name, value in self.spent.items()}, "seconds": self.seconds}
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items()]

@@ -17,6 +17,7 @@ from typing import Final, Self
 from kvstore.client.client import Client
 from kvstore.client.load import Load
 from kvstore.client.values import LoadOutcome
+from kvstore.engine_integration.engine.audit import ShadowAudit
 from kvstore.engine_integration.engine.cache import Cache, Found
 from kvstore.engine_integration.engine.options import EngineConfig, RequestOptions
 from kvstore.engine_integration.engine.request import FinishReason, Request
@@ -46,6 +47,7 @@ class Engine:
             fix = f"make it with layout=model.layout and block_tokens={model.config.block}"
             raise MisuseError("E596", "engine's cache", cause, fix)
         self.cache = Cache(model, host, config)
+        self.audit = ShadowAudit(model, config.audit_every, share=config.audit_share)
         self.pages = Pages(model.config, model.codec, max(2, config.cache_bytes // page_bytes(model.config, model.codec)))
         self._mail: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -80,7 +82,7 @@ class Engine:
         request = Request(list(prompt), options)
         request.on_cancel(lambda: self._post(lambda: None))
         speculate = self.config.speculate if options.speculate is None else options.speculate
-        task = Task(request, self.model, self.cache, Mode.of(options, self.config), speculate)
+        task = Task(request, self.model, self.cache, Mode.of(options, self.config), speculate, self.audit)
         with self._changed:
             if self._closing:
                 raise Closed("E597", "engine", "is closed", "make a new one")
@@ -102,6 +104,7 @@ class Engine:
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
         self._io.shutdown(wait=True)
+        self.audit.close()
 
     def __enter__(self) -> Self:
         return self
@@ -381,6 +384,8 @@ class Engine:
             self._fail(task, error)
             return
         response = task.response(reason)
+        if task.recording is not None:
+            self.audit.submit(task.recording)
         self._leave(task)
         self.counts[f"finished_{reason}"] += 1
         self.counts["prompt_tokens"] += response.prompt_tokens

@@ -60,6 +60,8 @@ class EngineConfig:
     lookup_deadline_seconds: float = 0.5
     load_deadline_seconds: float = 5.0
     request_deadline_seconds: float = 600.0
+    audit_every: int = 0  # N: of N answers over a bounded replay one is computed again exactly, in the background; 0: none is
+    audit_share: float = 0.1  # of one thread's time, at most, for that
     store_step_blocks: int = 8  # blocks of an answer that are stored at once; the last ones when it ends
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class EngineConfig:
         for name in ("cache_bytes", "prefill_tokens", "running_max", "io_threads", "bounded_windows", "store_step_blocks"):
             self._need(name, getattr(self, name) >= 1, "at least 1")
         self._need("queue_max", self.queue_max >= 0, "at least 0")
+        self._need("audit_every", self.audit_every >= 0, "at least 0")
+        self._need("audit_share", 0 < self.audit_share <= 1, "above 0, at most 1")
         self._need("depth_max", 0 <= self.depth_max < 1 << 16, "0 to 65535")
         for name in ("lookup_deadline_seconds", "load_deadline_seconds", "request_deadline_seconds"):
             self._need(name, getattr(self, name) > 0, "above 0")

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvstore.client.agent.keeps import decode_drops, prefill_keeps
 from kvstore.client.load import Load
 from kvstore.client.values import Fidelity
+from kvstore.engine_integration.engine.audit import Recording, ShadowAudit
 from kvstore.engine_integration.engine.cache import Cache, Found
 from kvstore.engine_integration.engine.request import FinishReason, Request, Response
 from kvstore.engine_integration.engine.resuming import Mode, Worth, worth
@@ -41,8 +42,8 @@ class Phase(Enum):
 class Task:
     """See above. `tokens` are prompt and answer so far."""
 
-    def __init__(self, request: Request, model: Model, cache: Cache, mode: Mode, speculate: bool) -> None:
-        self.request, self.model, self.cache, self.mode = request, model, cache, mode
+    def __init__(self, request: Request, model: Model, cache: Cache, mode: Mode, speculate: bool, audit: ShadowAudit) -> None:
+        self.request, self.model, self.cache, self.mode, self.audit = request, model, cache, mode, audit
         self.options = request.options
         self.tokens = list(request.prompt)
         self.prompt_tokens = len(request.prompt)
@@ -59,6 +60,7 @@ class Task:
         self.drafts = DraftLayer(model, self._choose) if speculate and model.network.draft is not None else None
         self.worth = Worth(0, 0)
         self.stored_blocks = 0  # of the chain, that need not be stored (again)
+        self.recording: Recording | None = None  # of the answer, for the shadow audit
         self._stored = 0  # handed over by this request
         self._kept_to = 0  # window entries up to here were kept or left out
         self._outputs: list[Tensor] = []  # the decoder's, of rows the draft layer has not seen
@@ -137,7 +139,7 @@ class Task:
             self.prefill_seconds += time.monotonic() - began
         rows = self.state.length - before
         if self.state.length == len(self.tokens):
-            self._say([self._choose(logits[-1], len(self.tokens))], torch.cat(self._outputs))
+            self._say([self._choose(logits[-1], len(self.tokens))], torch.cat(self._outputs), logits[-1:])
             self._settle()
         elif self.state.length // self.model.config.block - self.stored_blocks >= STORE_PREFILL_BLOCKS:
             self.store()
@@ -164,16 +166,21 @@ class Task:
         self.state.rollback(1 + len(guesses) - len(said))
         self.guessed += len(guesses)
         self.accepted += len(said) - 1
-        self._say(said, torch.cat([self._last_output[None], outputs[: len(said)]]))
+        self._say(said, torch.cat([self._last_output[None], outputs[: len(said)]]), logits)
         self._settle()
 
-    def _say(self, said: list[int], outputs: Tensor) -> None:
-        """Adds tokens; `outputs` are the decoder's of the rows before each of them, and of rows before those."""
+    def _say(self, said: list[int], outputs: Tensor, logits: Tensor) -> None:
+        """Adds tokens; `outputs` are the decoder's of the rows before each of them, and of rows before those; `logits` they came from."""
         before = len(self.tokens)
         self.tokens += said
         if self.drafts is not None and len(outputs) > 1:
             first = before + len(said) - 1 - len(outputs)  # position of the first row in `outputs`
             self.drafts.observe(first, outputs[:-1], self.tokens[first + 1 : first + len(outputs)])
+        if before == self.prompt_tokens:
+            self.recording = self.audit.begin(self.request.prompt, self.worth.depth)
+        if self.recording is not None:
+            for token, row in zip(said, logits, strict=False):
+                self.recording.add(token, row)
         self._last_output = outputs[-1]
         self._outputs, self.answering = [], True
         if not self.ttft_seconds:
