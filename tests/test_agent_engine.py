@@ -82,6 +82,16 @@ def test_turns_that_go_from_host_to_host_hit_the_windows_of_the_one_before(clust
         assert (one[1].counters.takes["peer"], two[1].counters.takes["peer"]) == (1, 1)
 
 
+def test_where_prompts_part_the_second_pays_for_a_window_that_the_third_hits(cluster: LocalCluster, directory: str) -> None:
+    head = random.Random(3).choices(range(256), k=3 * B + 5)
+    with host(cluster, directory) as one, host(cluster, directory) as two:
+        for at, how in ((one, "none"), (two, "exact"), (one, "hit")):
+            tokens = head + random.Random(how).choices(range(256), k=3 * B)
+            response = ask(at, tokens, 5)
+            assert response.tokens == alone(tokens, 5) and response.window == how
+            assert how == "none" or response.cached_tokens == (3 * B if how == "hit" else 0)
+
+
 def test_the_windows_of_a_host_that_ended_are_missed_and_the_text_is_the_same(cluster: LocalCluster, directory: str) -> None:
     tokens = random.Random(2).choices(range(256), k=100)
     with host(cluster, directory) as one:

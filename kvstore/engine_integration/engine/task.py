@@ -62,6 +62,7 @@ class Task:
         self.stored_blocks = 0  # of the chain, that need not be stored (again)
         self.recording: Recording | None = None  # of the answer, for the shadow audit
         self._stored = 0  # handed over by this request
+        self._missed_tokens = 0  # where the hit ended and no window entry was
         self._kept_to = 0  # window entries up to here were kept or left out
         self._outputs: list[Tensor] = []  # the decoder's, of rows the draft layer has not seen
         self._resume = Resume(WindowUse.NONE, 0, 0, False, 0, False)  # of the start that gave the first token
@@ -96,6 +97,7 @@ class Task:
         self.worth = now if now.depth >= self.worth.depth else self.worth  # the answer rests on what it rested on before it lost its room
         self.stored_blocks = max(self.stored_blocks, found.blocks_found)
         self._kept_to = found.resume.start_tokens
+        self._missed_tokens = 0 if found.resume.window is WindowUse.HIT else found.resume.blocks_end_tokens
         if not self.preemptions:
             self._resume = found.resume
         return True
@@ -138,6 +140,8 @@ class Task:
         finally:
             self.prefill_seconds += time.monotonic() - began
         rows = self.state.length - before
+        if self.state.length == self._missed_tokens and self.options.store:
+            self._keep_windows()  # the state soon forgets it
         if self.state.length == len(self.tokens):
             self._say([self._choose(logits[-1], len(self.tokens))], torch.cat(self._outputs), logits[-1:])
             self._settle()
@@ -208,7 +212,13 @@ class Task:
         answering = length > self.prompt_tokens
         if not answering or length // config.block - self.stored_blocks >= self.cache.config.store_step_blocks:
             self.store()
-        keeps = prefill_keeps(self.prompt_tokens, block_tokens=config.block, slots=config.slots)
+        self._keep_windows()
+
+    def _keep_windows(self) -> None:
+        """Of those that the state has now."""
+        assert self.state is not None
+        config = self.model.config
+        keeps = prefill_keeps(self.prompt_tokens, self._missed_tokens, block_tokens=config.block, slots=config.slots)
         for at, entry in sorted(self.state.entries.items()):
             if at > self._kept_to and (at in keeps or at > self.prompt_tokens):
                 self._kept_to = at
