@@ -19,7 +19,7 @@ struct StoreConfig {
   uint64_t flight_bytes_max = 48u << 20;    // of blocks being sent: about six extents
   uint64_t aside_bytes_max = 16u << 20;     // copied for one lagging node; past it its shards are given up
   int64_t deadline_ns = 10 * SECOND;        // of one extent, from its first byte
-  int64_t lag_floor_ns = 100 * MS;
+  int64_t lag_floor_ns = 500 * MS;         // patience for the (k+1)th acknowledgement: a busy disk stalls for less
 };
 
 // Numbers shared with kvstore/client/native.py. The outcome of one extent.

@@ -176,6 +176,8 @@ void WriteConn::on_closed(Outcome why) {
       if (auto extent = task->extent) {
         extent->on_result(*task, why);
         extent->on_released(*task);
+      } else {
+        writer_->stats.shards_given_up++;   // copied aside, and lost with its connection
       }
   };
   fail(awaiting_);
