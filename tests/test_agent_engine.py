@@ -18,6 +18,7 @@ from kvstore.engine_integration.engine import Engine, RequestOptions, Response
 from kvstore.engine_integration.model import TINY
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.speculate import generate
+from kvstore.errors import MisuseError
 from kvstore.kernels import _native
 from kvstore.server.local import LocalCluster
 
@@ -104,3 +105,12 @@ def test_the_windows_of_a_host_that_ended_are_missed_and_the_text_is_the_same(cl
         response = ask(two, tokens)
         assert response.tokens == alone(tokens, 20)
         assert response.window == "hit" and two[1].counters.takes["own"] == 1
+
+
+def test_an_agent_for_windows_of_another_size_is_refused(cluster: LocalCluster) -> None:
+    with (
+        Client(cluster.map, layout=model().layout, config=ClientConfig(block_tokens=B)) as client,
+        Agent(client) as agent,
+        pytest.raises(MisuseError, match=r"E596.*134 tokens.*slots=22"),
+    ):
+        Engine(model(), agent)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore.client.agent.agent import Agent
+from kvstore.client.agent.agent import Window as AgentWindow
 from kvstore.client.load import Load
 from kvstore.client.ticket import Ticket
 from kvstore.client.values import Fidelity, LoadOutcome, StoreOutcome, StoreResult
@@ -33,7 +35,7 @@ class Found:
     resume: Resume
     ticket: Ticket | None = None
     depths: list[int] = field(default_factory=list)
-    window: Window | None = None
+    window: Window | AgentWindow | None = None
     rows: Bytes | None = None
 
     @property
@@ -45,7 +47,7 @@ class Found:
 class Cache:
     """Of one engine. Safe to share between its threads."""
 
-    def __init__(self, model: Model, host: HostCache | None, config: EngineConfig) -> None:
+    def __init__(self, model: Model, host: HostCache | Agent | None, config: EngineConfig) -> None:
         self.model, self.host, self.config = model, host, config
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()

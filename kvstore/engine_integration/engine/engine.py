@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final, Self
 
+from kvstore.client.agent.agent import Agent
 from kvstore.client.client import Client
 from kvstore.client.load import Load
 from kvstore.client.values import LoadOutcome
@@ -36,9 +37,10 @@ CLOSE_SECONDS: Final = 30.0
 class Engine:
     """Continuous batching over one model and one cache. Safe to share between threads; not usable in a forked child."""
 
-    def __init__(self, model: Model, cache: Client | HostCache | None, config: EngineConfig | None = None) -> None:
-        """`cache`: a Client of the model's layout, or a HostCache that several engines of a process share; None: nothing is looked up or
-        stored. Raises MisuseError E596 for a cache of another layout or size of block."""
+    def __init__(self, model: Model, cache: Client | HostCache | Agent | None, config: EngineConfig | None = None) -> None:
+        """`cache`: a Client of the model's layout; an Agent with one, for windows of other hosts; a HostCache that several engines of a
+        process share; None: nothing is looked up or stored. Raises MisuseError E596 for a cache of another layout or size of block or
+        window."""
         self.model = model
         self.config = config = config or EngineConfig()
         host = HostCache(cache, model.config) if isinstance(cache, Client) else cache
@@ -46,6 +48,9 @@ class Engine:
             cause = f"its client has blocks of {host.client.config.block_tokens} tokens and {host.client.layout.block_bytes} bytes"
             fix = f"make it with layout=model.layout and block_tokens={model.config.block}"
             raise MisuseError("E596", "engine's cache", cause, fix)
+        if isinstance(host, Agent) and host.slots != model.config.slots:
+            cause = f"its agent has window entries of {host.slots} tokens"
+            raise MisuseError("E596", "engine's cache", cause, f"make it with AgentConfig(slots={model.config.slots})")
         self.cache = Cache(model, host, config)
         self.audit = ShadowAudit(model, config.audit_every, share=config.audit_share)
         self.pages = Pages(model.config, model.codec, max(2, config.cache_bytes // page_bytes(model.config, model.codec)))

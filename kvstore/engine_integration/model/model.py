@@ -50,7 +50,7 @@ class Model:
     # --- a request ---
 
     def begin(
-        self, prompt_tokens: int, resume: Resume | None = None, blocks: Bytes | None = None, entry: bytes | None = None
+        self, prompt_tokens: int, resume: Resume | None = None, blocks: Bytes | None = None, entry: bytes | memoryview | None = None
     ) -> RequestState:
         """A state at `resume.start_tokens` (0 without one): feed it the prompt from there on. `blocks` (n, block_bytes), of which the
         plan's are taken; `entry` where the plan says so. LayoutError for bytes of another model or codec, MisuseError for missing ones."""
@@ -68,7 +68,7 @@ class Model:
         return state
 
     def begin_early(
-        self, prompt_tokens: int, resume: Resume | None = None, entry: bytes | None = None, pages: Pages | None = None
+        self, prompt_tokens: int, resume: Resume | None = None, entry: bytes | memoryview | None = None, pages: Pages | None = None
     ) -> RequestState:
         """As begin, before any block has come: every source is `missing`, until import_source gave its rows and took it out. Only `steps`
         can compute in such a state."""

@@ -127,7 +127,7 @@ class RequestState:
         for old in sorted(self.entries)[:-ENTRIES_KEPT]:
             del self.entries[old]
 
-    def import_entry(self, entry: bytes) -> None:
+    def import_entry(self, entry: bytes | memoryview) -> None:
         """Takes the encoder's rings at `length`."""
         if len(entry) != entry_bytes(self.config, self.codec):
             cause = f"{len(entry)} bytes, not {entry_bytes(self.config, self.codec)}"
