@@ -7,6 +7,7 @@ the file, if it is of the same weights and texts. Exit: 0, 2 bad usage.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ def _measure(asked: argparse.Namespace, file: Path) -> None:
 
     from benchmarks.replay_error.costs import trace_facts
     from benchmarks.replay_error.experiments import EXPERIMENTS
+    from benchmarks.replay_error.probe import bits_per_byte
     from benchmarks.replay_error.study import Study
     from kvstore.engine_integration.model import SIZES
     from kvstore.engine_integration.model.blocks import Network
@@ -66,14 +68,15 @@ def _measure(asked: argparse.Namespace, file: Path) -> None:
     about: dict[str, Any] = {
         "model": asked.model,
         "weights": model.network.digest().hex()[:16],
-        "trained_tokens": _trained_tokens(weights, 32 * config.block) if weights else 0,
+        "trained_tokens": _trained_tokens(weights) if weights else 0,
         "texts": {kind: f"{text.digest}, {len(text.raw):,} bytes" for kind, text in read.items()},
     }
     study = Study(model, read, about)
     if file.exists() and not study.load(file):
         _say(f"{file.name} is of other weights or texts: begun anew")
     if not study.bits_per_byte:
-        study.bits_per_byte = _bits_per_byte(model, read, 600 if asked.size == "smoke" else HELDOUT_BYTES)
+        heldout = {kind: list(text.raw[: 600 if asked.size == "smoke" else HELDOUT_BYTES]) for kind, text in read.items()}
+        study.bits_per_byte = {kind: round(bits_per_byte(model, tokens), 4) for kind, tokens in heldout.items()}
     if not study.trace:
         study.trace = trace_facts(500 if asked.size == "smoke" else None)
     told = ", ".join(f"{bits:.3f} bits per byte of {kind}" for kind, bits in study.bits_per_byte.items())
@@ -84,19 +87,14 @@ def _measure(asked: argparse.Namespace, file: Path) -> None:
     study.run(EXPERIMENTS, minutes * 60, file, _say)
 
 
-def _trained_tokens(weights: Path, step_tokens: int) -> int:
-    """What the file's metadata says: steps of the training, each of so many tokens."""
+def _trained_tokens(weights: Path) -> int:
+    """What the file's metadata says: steps of the training, each of so many tokens (of a recipe without that: of one long text)."""
     from kvstore.engine_integration.model.weights import load
 
-    return int(load(weights)[1].get("step", "0")) * step_tokens
-
-
-def _bits_per_byte(model: Any, read: dict[str, Any], most_bytes: int) -> dict[str, float]:
-    from kvstore.engine_integration.train.trainer import bits_per_byte
-
-    return {
-        kind: round(bits_per_byte(model.network, "v41", text.raw[:most_bytes], 32 * model.config.block), 4) for kind, text in read.items()
-    }
+    meta = load(weights)[1]
+    recipe: dict[str, str] = dict(re.findall(r"(step_tokens|long_tokens)=(\d+)", meta.get("identity", "")))
+    step_tokens = recipe["step_tokens"] if "step_tokens" in recipe else recipe.get("long_tokens", "0")
+    return int(meta.get("step", "0")) * int(step_tokens)
 
 
 def _say(line: str) -> None:

@@ -24,9 +24,9 @@ def floor_sample(study: Study, number: int) -> None:
     model, config = study.model, study.model.config
     kind, nth = study.kind(number), number // len(study.texts)
     draw = chosen("floor", number)
-    prompt = 8 * config.block + int(draw.integers(0, config.block))
+    prompt = 4 * config.block + int(draw.integers(0, config.block))
     end = prompt + config.block
-    tokens = study.texts[kind].passage(nth, 10 * config.block)
+    tokens = study.texts[kind].passage(nth, 6 * config.block)
     truth = tokens[prompt:end]
 
     def cold(of: Model = model) -> Tensor:

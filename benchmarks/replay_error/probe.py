@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -86,3 +87,17 @@ def deviation(exact: Tensor, approximate: Tensor, truth: Sequence[int]) -> Devia
     true = torch.tensor(list(truth))[:, None]
     p, q = (logits.double().log_softmax(-1).gather(1, true)[:, 0] for logits in (exact, approximate))
     return Deviation(divergence(exact, approximate).numpy(), (p - q).numpy(), (exact.argmax(-1) == approximate.argmax(-1)).numpy())
+
+
+def bits_per_byte(model: Model, tokens: Sequence[int]) -> float:
+    """Of all but the first token, in texts of 32 blocks that overlap by a quarter, decoder whole: how good the model is at this text."""
+    length = 32 * model.config.block
+    bits, known = 0.0, 0
+    while known < len(tokens) - 1:
+        at = max(0, known - length // 4)
+        piece = tokens[at : at + length + 1]
+        logits = model.feed(model.begin(1), piece[:-1])[known - at :]
+        told = logits.double().log_softmax(-1).gather(1, torch.tensor(piece[known - at + 1 :])[:, None])
+        bits -= float(told.sum()) / math.log(2)
+        known = at + len(piece) - 1
+    return bits / (len(tokens) - 1)
