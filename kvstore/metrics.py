@@ -302,6 +302,26 @@ AUDIT: Final = (
     ),
 )
 
+WINDOW_USES: Final = ("none", "hit", "older", "exact", "bounded")  # kvstore/engine_integration/model/resume.py
+FIRST_TOKEN_BOUNDS_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+SERVER: Final = (
+    Metric("kvstore_engine_requests_total", "counter", "Requests that ended, by how.", {"result": ("ok", "cancelled", "busy", "error")}),
+    Metric(
+        "kvstore_engine_tokens_total",
+        "counter",
+        "Tokens of prompts, of these cached, replayed, and resting on a bounded replay; and tokens of answers.",
+        {"kind": ("prompt", "cached", "replayed", "approximate", "generated")},
+    ),
+    Metric(
+        "kvstore_engine_first_token_seconds",
+        "histogram",
+        "Seconds from a request to its first token, by how its windows at the hit came about.",
+        {"window": WINDOW_USES},
+        FIRST_TOKEN_BOUNDS_SECONDS,
+    ),
+)
+
 
 class Values:
     """What one scrape found: numbers by metric and label values. What is never set stays 0."""

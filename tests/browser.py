@@ -13,6 +13,26 @@ import pytest
 
 CHROMIUM = Path("/usr/bin/chromium")
 WAIT_MS = 30_000
+# Every text on the page against what is painted behind it (WCAG 2: 4.5 to 1).
+CONTRAST = """() => {
+  const parse = text => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = node => {
+    for (; node; node = node.parentElement) { const c = parse(getComputedStyle(node).backgroundColor); if ((c[3] ?? 1) > 0) return c; }
+    return [255, 255, 255];
+  };
+  const weak = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode.parentElement;
+    if (!walk.currentNode.data.trim() || !node.getClientRects().length || ["SCRIPT", "STYLE"].includes(node.tagName)) continue;
+    const style = getComputedStyle(node), front = parse(node instanceof SVGElement ? style.fill : style.color);
+    const [a, b] = [light(front), light(behind(node))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) weak.push(`${walk.currentNode.data.trim().slice(0, 30)}: ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
+  }
+  return weak;
+}"""
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from kvstore.metrics import (
     LATENCY_BOUNDS_SECONDS,
     NODE,
     OPS,
+    SERVER,
     WINDOW,
     EvictionMetrics,
     Holding,
@@ -37,7 +38,7 @@ from kvstore.server.directory import Directory
 from kvstore.server.directory_config import DirectoryConfig
 from kvstore.server.local import LocalCluster
 
-EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW, *AUDIT)
+EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW, *AUDIT, *SERVER)
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
 
 
@@ -207,7 +208,8 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
         serve_metrics(agent, 0) as port,
         directory() as third,
     ):
-        texts = [generate_latest(metrics.registry_of(AUDIT, lambda values: None)).decode()]  # of an engine: tests/test_shadow_audit.py
+        # Of an engine and its server: tests/test_shadow_audit.py and test_engine_server.py ask real ones.
+        texts = [generate_latest(metrics.registry_of((*AUDIT, *SERVER), lambda values: None)).decode()]
         for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third):
             with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
                 texts.append(answer.read().decode())

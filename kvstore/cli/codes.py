@@ -224,6 +224,7 @@ ERRORS: Final = {
     "E174": ErrorCode("weights are of another model size", ("the wrong file",), "name the size that they were made for"),
     "E180": ErrorCode("a window directory's setting is out of range", (), "the message names the range or the form"),
     "E196": ErrorCode("an agent's limit towards others is out of range", (), "the message names the range; see docs/PROTOCOL.md"),
+    "E190": ErrorCode("there is no model of that size", ("misspelt",), "--model mini, or tiny"),
     "E201": ErrorCode("a daemon did not start", ("see its log",), "read the log that the message names"),
     "E202": ErrorCode("no node of the cluster answers", ("the cluster is stopped", "wrong map", "network"), "kvstore up, or correct --map"),
     "E302": ErrorCode("a node cannot be spared now", ("others are down",), "bring the others back first"),

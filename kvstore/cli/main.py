@@ -46,6 +46,7 @@ COMMANDS: Final = (
     "report",
     "demo",
     "bench",
+    "engine",
     "fsck",
     "explain",
 )

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     out: Output = args.out
     directory = Path(args.dir) if args.dir else default_directory()
-    stop = _stop_on_signals()
-    out.line(f"kvstore {version()}   local cluster in {_short(directory)}")
+    stop = stop_on_signals()
+    out.line(f"kvstore {version()}   local cluster in {short_path(directory)}")
     cluster = _cluster(args, directory)
     try:
         out.step("ok", "checks", _checks(cluster, args.settings["port"]))
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             _watch(cluster, out, stop)
     finally:
         cluster.stop()
-    out.note(f"stopped; data kept in {_short(directory)}")
+    out.note(f"stopped; data kept in {short_path(directory)}")
     return 0
 
 
@@ -185,7 +185,7 @@ def _watch(cluster: LocalCluster, out: Output, stop: threading.Event) -> None:
             raise Unreachable("E201", "every node has ended", fix=f"read the logs in {cluster.directory}")
 
 
-def _stop_on_signals() -> threading.Event:
+def stop_on_signals() -> threading.Event:
     """SIGTERM, SIGHUP and Ctrl-C stop in order; a second one ends this process at once (the daemons go with it)."""
     stop = threading.Event()
 
@@ -200,7 +200,7 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-def _short(path: Path) -> str:
+def short_path(path: Path) -> str:
     home = str(Path.home())
     text = str(path)
     return "~" + text[len(home) :] if text.startswith(home + "/") else text

@@ -41,11 +41,10 @@ class Dashboard:
 
     def __init__(self, collector: Collector, host: str) -> None:
         self._collector = collector
-        self._loopback = _is_loopback(host)
+        self._loopback = is_loopback(host)
 
     def __call__(self, request: Request) -> Page:
-        named = _HOST.fullmatch(request.host)
-        if self._loopback and not (named and _is_loopback(named[1])):
+        if self._loopback and not is_loopback(named_host(request.host)):
             return _error(HTTPStatus.MISDIRECTED_REQUEST, f'"{request.host}" is not the name of this page; open it as http://127.0.0.1')
         asked = parse_qs(request.query)
         if request.path == "/":
@@ -112,6 +111,11 @@ class Dashboard:
 def page() -> tuple[bytes, str]:
     """The HTML and the policy that goes with it."""
     body = files("kvstore.live").joinpath("page.html").read_bytes()
+    return body, policy_of(body)
+
+
+def policy_of(body: bytes) -> str:
+    """The Content-Security-Policy of a page that carries all it needs: its own scripts and styles, by their hashes, and nothing else."""
     script, style = (_digests(body, tag) for tag in (b"script", b"style"))
     policy = {
         "default-src": "'none'",
@@ -123,7 +127,7 @@ def page() -> tuple[bytes, str]:
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
-    return body, "; ".join(f"{name} {value}" for name, value in policy.items())
+    return "; ".join(f"{name} {value}" for name, value in policy.items())
 
 
 def _digests(body: bytes, tag: bytes) -> str:
@@ -131,7 +135,14 @@ def _digests(body: bytes, tag: bytes) -> str:
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)
 
 
-def _is_loopback(host: str) -> bool:
+def named_host(header: str) -> str:
+    """The host of a Host header, without its port; "" for what is none."""
+    named = _HOST.fullmatch(header)
+    return named[1] if named else ""
+
+
+def is_loopback(host: str) -> bool:
+    """A name or address that only this machine has."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
