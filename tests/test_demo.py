@@ -27,10 +27,31 @@ def check(data: dict[str, Any], requests: int) -> None:
     assert data["disk_bytes"] < 4_000_000_000
 
 
+def check_engine(data: dict[str, Any]) -> None:
+    assert [step["name"] for step in data["steps"]] == ["engine", "cold", "warm", "exact", "bounded", "two down"]
+    assert all(step["ok"] for step in data["steps"]) and data["weights"] == "random"
+    turns = data["turns"]
+    assert {name: len(script) for name, script in turns["warm"].items()} == {"chat 1": 3, "chat 2": 3, "chat 3": 3, "agent": 3}
+    assert {script[-1]["window"] for script in turns["two down"].values()} == {"hit"}
+    assert turns["warm"]["agent"][-1]["cached_tokens"] > 300 and turns["exact"]["agent"][-1]["replayed_tokens"] > 0
+
+
+def test_a_python_without_torch_shows_the_store_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "few.jsonl").write_text("".join(HEAD.read_text().splitlines(keepends=True)[:5]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo", "--trace", str(tmp_path / "few.jsonl"), "--data", str(tmp_path / "demo")]) == 0
+    said = capsys.readouterr().out
+    assert "skip  engine     torch is not installed: pip install 'kvstore[engine]'" in said and "every promise kept" in said
+
+
 def test_a_short_demo_keeps_every_promise_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "demo"
-    assert main(["demo", "--trace", str(HEAD), "--data", str(place), "--json"]) == 0
-    check(json.loads(capsys.readouterr().out)["data"], 40)
+    assert main(["demo", "--trace", str(HEAD), "--data", str(place), "--json", "--model", "tiny"]) == 0
+    data = json.loads(capsys.readouterr().out)["data"]
+    check(data, 40)
+    check_engine(data["engine"])
     assert not place.exists()
 
 
@@ -46,7 +67,7 @@ def test_the_demo_keeps_every_promise_and_its_table_can_be_read(capsys: pytest.C
 def test_kept_data_is_named_and_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "few.jsonl").write_text("".join(HEAD.read_text().splitlines(keepends=True)[:5]))
     place = tmp_path / "demo"
-    assert main(["demo", "--trace", str(tmp_path / "few.jsonl"), "--data", str(place), "--keep"]) == 0
+    assert main(["demo", "--trace", str(tmp_path / "few.jsonl"), "--data", str(place), "--keep", "--no-engine"]) == 0
     assert f"data kept in {place}" in capsys.readouterr().out
     assert len(list(place.glob("node-*/*"))) >= 12
 

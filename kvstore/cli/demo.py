@@ -1,8 +1,10 @@
-"""`kvstore demo`: a cluster, a real trace, two nodes lost on the way, every byte checked; then all is removed."""
+"""`kvstore demo`: a cluster, a real trace, two nodes lost on the way, every byte checked; then the engine on a cluster of its own, cold and
+warm; then all is removed."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import tempfile
 import time
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.cli.output import Output
 from kvstore.cli.signals import interrupted_by_signals
@@ -20,6 +22,9 @@ from kvstore.replay.story import REQUESTS, Step, StoryReport, run_story
 from kvstore.replay.trace import open_trace
 from kvstore.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:  # it imports torch
+    from kvstore.engine_integration.story import EngineStory
+
 DISK_BYTES = 4_000_000_000
 
 
@@ -27,10 +32,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="a cluster on a real trace, two nodes killed on the way, every byte checked",
-        description="12 daemons serve 300 requests of a real trace with true-sized blocks, and lose two nodes on the way.",
+        description="12 daemons serve 300 requests of a real trace with true-sized blocks, and lose two nodes on the way. Then the bundled "
+        "engine answers three conversations and an agent's loop, with and without what the cache holds.",
         epilog="""\
 examples:
-  kvstore demo                       some ten seconds, 4 GB of disk, 2 GB of memory; all is removed at the end
+  kvstore demo                       about a minute, 4 GB of disk, 2 GB of memory; all is removed at the end
+  kvstore demo --no-engine           the store alone, some ten seconds
   kvstore demo --data DIR --keep     leaves the nodes' data in DIR
   kvstore demo --json                every step and figure for programs
 
@@ -40,6 +47,8 @@ exit code 1 if one byte was wrong or one promise was not kept
     add = parser.add_argument
     add("--trace", type=Path, metavar="FILE", help="another trace; its first 300 requests are played")
     add("--data", type=Path, metavar="DIR", help="where the cluster keeps its data (default: a temporary directory)")
+    add("--no-engine", action="store_true", help="leave the engine out (so does a Python without torch)")
+    add("--model", metavar="SIZE", default="mini", choices=("mini", "tiny"), help="of the engine: mini, or tiny (for tests) (default mini)")
     add("--keep", action="store_true", help="leave the data there, to look at with kvstore fsck")
 
 
@@ -54,16 +63,53 @@ def run(args: argparse.Namespace) -> int:
         with out.progress("requests", len(requests)) as bar:
             story = run_story(directory, requests, lambda step: _tell(step, out), bar.advance)
         disk_bytes = sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file())
+        _table(story, out)
+        engine = _engine(args, directory, out)
     seconds = time.perf_counter() - began
-    _table(story, out)
     checked = format_bytes(story.whole.checked_bytes + story.read_back.checked_bytes)
     wrong = story.whole.wrong_bytes + story.read_back.wrong_bytes
     out.line(f"{checked} read and checked, {wrong} wrong bytes; {format_bytes(disk_bytes)} on disk at the end; {format_seconds(seconds)}")
     if args.keep:
         out.line(f"data kept in {directory}; look at it with kvstore fsck {directory}/node-00")
-    out.line("every promise kept" if story.ok else "A PROMISE WAS NOT KEPT", "green" if story.ok else "bold red")
-    out.result({"seconds": seconds, "disk_bytes": disk_bytes, "directory": str(directory) if args.keep else None, **story.to_dict()})
-    return 0 if story.ok else 1
+    ok = story.ok and (engine is None or engine.ok)
+    out.line("every promise kept" if ok else "A PROMISE WAS NOT KEPT", "green" if ok else "bold red")
+    data = {"seconds": seconds, "disk_bytes": disk_bytes, "directory": str(directory) if args.keep else None, **story.to_dict()}
+    out.result({**data, "engine": None if engine is None else engine.to_dict()})
+    return 0 if ok else 1
+
+
+def _engine(args: argparse.Namespace, directory: Path, out: Output) -> EngineStory | None:
+    """None where it is not wanted, or cannot be had."""
+    if args.no_engine:
+        return None
+    if importlib.util.find_spec("torch") is None:
+        out.step("skip", "engine", "torch is not installed: pip install 'kvstore[engine]'")
+        return None
+    from kvstore.engine_integration.models import load_model
+    from kvstore.engine_integration.story import run_engine_story, turns_count
+
+    model, weights = load_model(args.model)
+    with out.progress("turns", turns_count()) as bar:
+        story = run_engine_story(directory / "engine", model, weights, lambda step: _tell(step, out), bar.advance)
+    _engine_table(story, out)
+    return story
+
+
+def _engine_table(story: EngineStory, out: Output) -> None:
+    """The last turn of each script in every run, and the sum of all turns."""
+    columns = ("last turn", "prompt tokens", "cold", "window hit", "cached", "no window: exact", "bounded", "two nodes down", "saved")
+    rows = []
+    for name, cold in story.turns["cold"].items():
+        last = {run: scripts[name][-1] for run, scripts in story.turns.items()}
+        spans = {run: turn.ttft_seconds for run, turn in last.items()}
+        faster = f"{spans['cold'] / spans['warm']:.1f} x" if spans["warm"] else "-"
+        times = {run: format_seconds(seconds) for run, seconds in spans.items()}
+        found = (times["warm"], f"{last['warm'].cached_tokens:,}", times["exact"], times["bounded"], times["two down"], faster)
+        rows.append((name, f"{cold[-1].prompt_tokens:,}", times["cold"], *found))
+    out.line()
+    out.table(columns, rows)
+    out.line("seconds to the first token; saved: cold over window hit")
+    out.line()
 
 
 @contextmanager

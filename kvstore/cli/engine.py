@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     out.line(f"kvstore {version()}   engine")
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_bound(host, port))
-        from kvstore.engine_integration.server.serving import load_model, serving  # torch: seconds, and only where it is there
+        from kvstore.engine_integration.models import load_model  # torch: seconds, and only where it is there
+        from kvstore.engine_integration.server.serving import serving
 
         began = time.monotonic()
         model, weights = load_model(model_name, args.weights, threads)

@@ -6,10 +6,8 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
-import torch
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -17,31 +15,16 @@ from kvstore.client import Client, ClientConfig
 from kvstore.client.metrics import client_registry
 from kvstore.clustermap import ClusterMap
 from kvstore.engine_integration.engine import Engine, EngineConfig
-from kvstore.engine_integration.model import SIZES
-from kvstore.engine_integration.model.blocks import Network
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.server.app import Service, app_of
 from kvstore.engine_integration.server.metrics import Answers
 from kvstore.engine_integration.server.template import Template
 from kvstore.metrics import SERVER, TableCollector
 
-TRAINED: Final = Path(__file__).parent.parent / "model" / "mini.safetensors"
 CONTEXT_TOKENS: Final = 32_768
 CONNECTIONS_MAX: Final = 256
 END_SECONDS: Final = 5.0  # for answers on their way when the server is told to end
 START_SECONDS: Final = 30.0
-
-
-def load_model(size: str, weights: Path | None, threads: int) -> tuple[Model, str]:
-    """The model, and where its weights come from. Without a file: the trained ones that came with kvstore, else random ones, whose text is
-    noise, but whose cache is as good. Raises InputError for a file that is none, or of another size."""
-    torch.set_num_threads(threads)
-    config = SIZES[size]
-    if weights is None and size == "mini" and TRAINED.exists():
-        weights = TRAINED
-    if weights is None:
-        return Model.random(config), "random"
-    return Model(Network.load(config, weights)), weights.name
 
 
 @contextlib.contextmanager
