@@ -1,6 +1,6 @@
-"""Takes the pictures of docs/images: a real cluster under traffic, a node killed, the dashboard in Debian's Chromium.
+"""Takes the pictures of docs/images in Debian's Chromium: the dashboard of a real cluster under traffic, a node killed; and the chat page.
 
-    .venv/bin/python scripts/screenshots.py [DIRECTORY]
+    .venv/bin/python scripts/screenshots.py [dashboard|chat] [DIRECTORY]
 
 The traffic is prompts that come again, as chats do; it runs for half a minute before the first picture.
 """
@@ -8,6 +8,7 @@ The traffic is prompts that come again, as chats do; it runs for half a minute b
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import subprocess
@@ -40,6 +41,8 @@ SHOTS: Final = (
     ("dashboard-phone", 390, 844, "dark", "", False),
 )
 
+CHAT_SHOTS: Final = (("chat-light", 1280, 960, "light"), ("chat-dark", 1280, 960, "dark"), ("chat-phone", 390, 844, "dark"))
+
 
 def traffic(client: Client, stop: threading.Event) -> None:
     """Prompts that come again: popular ones often, each a little longer than the last time."""
@@ -68,19 +71,63 @@ def take(url: str, directory: Path) -> None:
             page.goto(f"{url}/{part}")
             page.wait_for_selector("#panel[open] svg path" if part else "#plots svg path")
             page.wait_for_selector("#word:has-text('WARN')")
-            picture = Image.open(io.BytesIO(page.screenshot(full_page=whole))).convert("RGB")
-            path = directory / f"{name}.png"
-            picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
-            print(f"{path}  {path.stat().st_size:,} bytes")
-            if path.stat().st_size > BYTES_MAX:
-                raise SystemExit(f"{path} is larger than {BYTES_MAX:,} bytes")
+            save(page.screenshot(full_page=whole), directory / f"{name}.png")
             page.close()
         browser.close()
 
 
+def save(shot: bytes, path: Path) -> None:
+    picture = Image.open(io.BytesIO(shot)).convert("RGB")
+    picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path}  {path.stat().st_size:,} bytes")
+    if path.stat().st_size > BYTES_MAX:
+        raise SystemExit(f"{path} is larger than {BYTES_MAX:,} bytes")
+
+
+def take_chat(url: str, directory: Path) -> None:
+    """Two turns on each size of screen: a long prompt, and a question after it."""
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        for name, width, height, scheme in CHAT_SHOTS:
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if scheme == "dark" else "light")
+            page.goto(url)
+            page.click("#long")
+            page.wait_for_function("document.getElementById('ask').value.length > 5000")
+            for turn, question in enumerate((None, "def resume(prompt, blocks):\n    "), 1):
+                if question is not None:
+                    page.fill("#ask", question)
+                page.click("#send")
+                page.wait_for_selector(f".turn:nth-of-type({turn + 1}) .facts", timeout=120_000)
+            save(page.screenshot(), directory / f"{name}.png")
+            page.close()
+        browser.close()
+
+
+def chat(directory: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvstore-pictures-") as place:
+        words = ["engine", "serve", "--listen", "127.0.0.1:0", "--directory", place, "--json"]
+        served = subprocess.Popen([sys.executable, "-m", "kvstore", *words], stdout=subprocess.PIPE, text=True)
+        try:
+            assert served.stdout is not None
+            take_chat(json.loads(served.stdout.readline())["data"]["url"], directory)
+        finally:
+            served.terminate()
+            served.communicate()
+
+
 def main() -> None:
-    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else IMAGES
+    words = sys.argv[1:]
+    which = words.pop(0) if words and words[0] in ("dashboard", "chat") else ""
+    directory = Path(words[0]) if words else IMAGES
     directory.mkdir(parents=True, exist_ok=True)
+    if which != "chat":
+        dashboard(directory)
+    if which != "dashboard":
+        chat(directory)
+
+
+def dashboard(directory: Path) -> None:
     stop = threading.Event()
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-pictures-") as place,

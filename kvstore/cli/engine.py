@@ -119,7 +119,7 @@ def _count(text: str, flag: str, most: int) -> int:
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
     """Before anything else is started, so that a taken port costs no time."""
     with contextlib.ExitStack() as stack:
-        with port_fault(host, port, "--listen HOST:"):
+        with port_fault(host, port, "--listen", "HOST:PORT"):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listening = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

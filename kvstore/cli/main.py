@@ -55,7 +55,8 @@ HELP_COLUMNS: Final = 100
 _DESCRIPTION: Final = "An open KV prompt cache: erasure-coded SSD block store for LLM inference hosts."
 _EXAMPLES: Final = """\
 start here:
-  kvstore demo                       ten seconds: a cluster, a trace, two nodes lost, every byte checked
+  kvstore demo                       a minute: a cluster, a trace, two nodes lost, every byte checked; an engine, cold and warm
+  kvstore engine serve               a model, a cluster as its cache, a chat page: see the second turn get faster
   kvstore up                         12 nodes on this machine; Ctrl-C stops them, data is kept
   kvstore status                     is it well, and if not, what to do
   kvstore top                        the same live

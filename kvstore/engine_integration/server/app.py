@@ -39,6 +39,7 @@ from kvstore.live.web import HEADERS
 
 OWNER: Final = "kvstore"
 EXAMPLE: Final = "model.py"  # the page's long prompt: a source file, which is what the model was trained on
+EXAMPLE_CHARS: Final = 6000  # some seconds of computing
 ANSWER_SECONDS: Final = 1800.0  # of one answer, taken by its client included; the engine's own deadline is shorter
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ def app_of(service: Service) -> FastAPI:
 
     @app.get("/api/example")
     async def example() -> dict[str, Any]:
-        return {"name": EXAMPLE, "text": files("kvstore.engine_integration.model").joinpath(EXAMPLE).read_text()}
+        return {"name": EXAMPLE, "text": files("kvstore.engine_integration.model").joinpath(EXAMPLE).read_text()[:EXAMPLE_CHARS]}
 
     @app.exception_handler(Refusal)
     async def refused(_: Request, refusal: Refusal) -> Response:
