@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -40,7 +41,8 @@ def test_a_python_without_torch_shows_the_store_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "few.jsonl").write_text("".join(HEAD.read_text().splitlines(keepends=True)[:5]))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else real(name))
     assert main(["demo", "--trace", str(tmp_path / "few.jsonl"), "--data", str(tmp_path / "demo")]) == 0
     said = capsys.readouterr().out
     assert "skip  engine     torch is not installed: pip install 'kvstore[engine]'" in said and "every promise kept" in said

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.engine_integration.engine.sampling import choose
 from kvstore.engine_integration.model import MINI, TINY, ModelConfig
 from kvstore.engine_integration.server.generation import StopStrings
 from kvstore.engine_integration.server.requests import ChatAsked, CompletionAsked, Refusal
@@ -120,6 +123,14 @@ def test_options_are_openais_defaults_and_ranges() -> None:
     assert ask(stop="x").stops == ("x",)
     with pytest.raises(Refusal):
         _ = ask(stop=[""]).stops
+
+
+def test_specials_are_never_chosen_where_they_do_not_end_the_answer() -> None:
+    logits = torch.linspace(0, 1, 256)
+    options = ask(ignore_eos=True, temperature=0).options(Template(TINY))
+    assert choose(logits, 0, options) == 247 and choose(logits, 0, ask(temperature=0).options(Template(TINY))) == 255
+    hot = replace(options, temperature=1.0)
+    assert max(choose(200 * logits, position, hot) for position in range(50)) < 248
 
 
 def test_prompts_are_one_text_or_one_list_of_tokens() -> None:

@@ -20,6 +20,7 @@ class RequestOptions:
     top_p: float = 1.0  # only the most likely tokens that together have so much probability, above 0
     seed: int = 0  # the same seed, prompt and options: the same answer, whatever else runs
     stop_tokens: frozenset[int] = frozenset()  # the answer ends with the first of them, which it includes
+    banned_tokens: frozenset[int] = frozenset()  # never in the answer
     resume: ResumeMode | None = None  # how a hit goes on where its window entry is missing; "off": nothing is looked up
     bounded_windows: int | None = None  # how many windows a bounded replay computes
     depth_max: int | None = None  # most bounded replays behind what is read; 0: exact blocks only

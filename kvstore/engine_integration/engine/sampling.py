@@ -4,6 +4,7 @@ is the same whatever else runs and whether or not tokens were guessed ahead."""
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvstore.engine_integration.engine.options import RequestOptions
@@ -11,6 +12,8 @@ from kvstore.engine_integration.engine.options import RequestOptions
 
 def choose(logits: Tensor, position: int, options: RequestOptions) -> int:
     """The token at `position`, from logits (vocabulary,) of the row before. The largest of logits and Gumbel noise is a draw by softmax."""
+    if options.banned_tokens:
+        logits = logits.index_fill(0, torch.tensor(sorted(options.banned_tokens)), -torch.inf)
     if options.temperature == 0:
         return int(logits.argmax())
     scores = logits.double().numpy() / options.temperature
