@@ -62,27 +62,38 @@ It needs torch: pip install 'kvstore[engine]'. There is no login: listen on 127.
     serve.add_argument(
         "--queue", metavar="N", default=str(QUEUE), help=f"requests that may wait; more are refused with 429 (default {QUEUE})"
     )
+    serve.add_argument(
+        "--window-directory", metavar="HOST:PORT", action="append", default=[],
+        help="a window directory (kvstore directory): windows of other hosts are found, and theirs find ours; repeatable",
+    )  # fmt: skip
+    serve.add_argument(
+        "--audit", metavar="N", default="0", help="of N answers over a bounded replay compute one again exactly (default 0: none)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     out: Output = args.out
-    host, port = _listen(args.listen)
+    host, port = _address(args.listen, "--listen")
     model_name, threads, nodes = _size(args.model), _count(args.threads, "--threads", THREADS_MAX), _count(args.nodes, "--nodes", 128)
     queue = _count(args.queue, "--queue", 10_000)
+    audit = _count(args.audit, "--audit", 1_000_000, least=0)
+    for address in args.window_directory:
+        _address(address, "--window-directory")
     _need_packages()
     stop = stop_on_signals()
     out.line(f"kvstore {version()}   engine")
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_bound(host, port))
         from kvstore.engine_integration.models import load_model  # torch: seconds, and only where it is there
-        from kvstore.engine_integration.server.serving import serving
+        from kvstore.engine_integration.server.serving import ServeConfig, serving
 
         began = time.monotonic()
         model, weights = load_model(model_name, args.weights, threads)
         out.step("ok", "model", f"{model_name}, weights {weights}{_noise(weights)}, {time.monotonic() - began:.1f} s")
-        cluster_map, where, cluster = _cluster(args, out, stack, nodes)
-        url = stack.enter_context(serving(model, weights, cluster_map, listening, queue, cluster=where))
+        config = ServeConfig(queue_max=queue, directories=tuple(args.window_directory), audit_every=audit)
+        cluster_map, cluster = _cluster(args, out, stack, nodes)
+        url = stack.enter_context(serving(model, weights, cluster_map, listening, config))
         out.step("ok", "server", url)
         _ready(out, url, model_name, cluster_map, cluster, time.monotonic() - started)
         _watch(cluster, out, stop)
@@ -96,10 +107,10 @@ def _need_packages() -> None:
         raise ConfigError("E160", f"the engine needs {', '.join(missing)}", "not installed", "pip install 'kvstore[engine]'")
 
 
-def _listen(text: str) -> tuple[str, int]:
+def _address(text: str, flag: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError("E131", f'--listen "{text}"', "is no address and port", f"write it as {LISTEN}")
+        raise UsageError("E131", f'{flag} "{text}"', "is no address and port", f"write it as {LISTEN}")
     return host.strip("[]"), int(port)
 
 
@@ -109,9 +120,9 @@ def _size(text: str) -> str:
     return text
 
 
-def _count(text: str, flag: str, most: int) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise UsageError("E131", f"{flag} {text}", fix=f"give a number from 1 to {most}")
+def _count(text: str, flag: str, most: int, least: int = 1) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise UsageError("E131", f"{flag} {text}", fix=f"give a number from {least} to {most}")
     return int(text)
 
 
@@ -132,7 +143,7 @@ def _noise(weights: str) -> str:
     return " (its text is noise, its cache is real)" if weights == "random" else ""
 
 
-def _cluster(args: argparse.Namespace, out: Output, stack: contextlib.ExitStack, nodes: int) -> tuple[ClusterMap, str, LocalCluster | None]:
+def _cluster(args: argparse.Namespace, out: Output, stack: contextlib.ExitStack, nodes: int) -> tuple[ClusterMap, LocalCluster | None]:
     """The one that is named; else one of our own, kept from start to start."""
     named = args.settings["map"]
     if named is not None and args.directory is not None:
@@ -140,14 +151,14 @@ def _cluster(args: argparse.Namespace, out: Output, stack: contextlib.ExitStack,
     if named is not None:
         cluster_map = ClusterMap.load(Path(named))
         out.step("ok", "cluster", f"{cluster_map.cluster_id}, {len(cluster_map.newest.nodes)} nodes, {cluster_map.k}+{cluster_map.m}")
-        return cluster_map, str(named), None
+        return cluster_map, None
     directory = args.directory or xdg("data") / "engine"
     k, m = (K, M) if nodes >= K + M else (max(1, nodes - M), min(M, nodes - 1))
     cluster = LocalCluster(directory, nodes, capacity_bytes=CAPACITY_BYTES, k=k, m=m, cluster_id="engine")
     stack.callback(cluster.stop)
     cluster.start()
     out.step("ok", "nodes", f"{nodes} of {nodes}, {k}+{m}, in {short_path(directory)}")
-    return cluster.map, str(cluster.map_path), cluster
+    return cluster.map, cluster
 
 
 def _ready(out: Output, url: str, model: str, cluster_map: ClusterMap, cluster: LocalCluster | None, seconds: float) -> None:

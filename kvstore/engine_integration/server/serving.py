@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
 from kvstore.client import Client, ClientConfig
-from kvstore.client.metrics import client_registry
+from kvstore.client.agent.agent import Agent
+from kvstore.client.agent.config import AgentConfig
+from kvstore.client.agent.metrics import agent_registry
 from kvstore.clustermap import ClusterMap
 from kvstore.engine_integration.engine import Engine, EngineConfig
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.server.app import Service, app_of
 from kvstore.engine_integration.server.metrics import Answers
 from kvstore.engine_integration.server.template import Template
-from kvstore.metrics import SERVER, TableCollector
+from kvstore.metrics import AUDIT, SERVER, TableCollector
 
 CONTEXT_TOKENS: Final = 32_768
 CONNECTIONS_MAX: Final = 256
@@ -27,21 +30,37 @@ END_SECONDS: Final = 5.0  # for answers on their way when the server is told to 
 START_SECONDS: Final = 30.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    queue_max: int = 64  # requests that wait; more are refused
+    directories: tuple[str, ...] = ()  # window directories, host:port: windows of other hosts are found, and these hosts find ours
+    audit_every: int = 0  # of N answers over a bounded replay one is computed again exactly; 0: none
+
+
 @contextlib.contextmanager
-def running_engine(model: Model, cluster_map: ClusterMap, config: EngineConfig | None = None) -> Iterator[tuple[Engine, Client]]:
+def running_engine(
+    model: Model, cluster_map: ClusterMap, config: EngineConfig, agent_config: AgentConfig
+) -> Iterator[tuple[Engine, Agent]]:
     """An engine whose cache is the cluster, while the block runs."""
     client_config = ClientConfig(block_tokens=model.config.block, model_name=model.config.name)
-    with Client(cluster_map, layout=model.layout, config=client_config) as client, Engine(model, client, config) as engine:
-        yield engine, client
+    with (
+        Client(cluster_map, layout=model.layout, config=client_config) as client,
+        Agent(client, config=agent_config) as agent,
+        Engine(model, agent, config) as engine,
+    ):
+        yield engine, agent
 
 
 @contextlib.contextmanager
-def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: socket.socket, queue_max: int, **facts: Any) -> Iterator[str]:
-    """Answers on `listening`, a bound socket, while the block runs; gives the address. More than `queue_max` waiting requests are
-    refused. `facts` go to the page."""
+def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: socket.socket, config: ServeConfig) -> Iterator[str]:
+    """Answers on `listening`, a bound socket, while the block runs; gives the address."""
     host, port = listening.getsockname()[:2]
     draining = threading.Event()
-    with running_engine(model, cluster_map, EngineConfig(queue_max=queue_max)) as (engine, client):
+    agent_config = AgentConfig(
+        slots=model.config.slots, older_blocks_max=model.config.encoder_layers, directories=config.directories, host=host
+    )  # fmt: skip
+    engine_config = EngineConfig(queue_max=config.queue_max, audit_every=config.audit_every)
+    with running_engine(model, cluster_map, engine_config, agent_config) as (engine, agent):
         answers = Answers()
         service = Service(
             engine=engine,
@@ -50,16 +69,16 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
             host=host,
             context_tokens=CONTEXT_TOKENS,
             classes=frozenset(cluster_map.classes),
-            facts={"weights": weights, **facts},
+            facts={"weights": weights},
             answers=answers,
-            metrics=_metrics(client, answers),
+            metrics=_metrics(engine, agent, answers),
             draining=draining.is_set,
         )
-        config = uvicorn.Config(
+        http = uvicorn.Config(
             app_of(service), lifespan="off", log_level="warning", access_log=False, server_header=False,
             limit_concurrency=CONNECTIONS_MAX, timeout_graceful_shutdown=int(END_SECONDS),
         )  # fmt: skip
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(http)
         thread = threading.Thread(target=server.run, args=([listening],), name="kvstore-http", daemon=True)
         thread.start()  # not on the main thread, or it would take the signals, too
         try:
@@ -70,7 +89,8 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
             thread.join(2 * END_SECONDS)
 
 
-def _metrics(client: Client, answers: Answers) -> Any:
-    registry: CollectorRegistry = client_registry(client)
+def _metrics(engine: Engine, agent: Agent, answers: Answers) -> Callable[[], bytes]:
+    registry = agent_registry(agent)
     registry.register(TableCollector(SERVER, answers.read))
+    registry.register(TableCollector(AUDIT, engine.audit.read))
     return lambda: generate_latest(registry)
