@@ -18,6 +18,9 @@ from kvstore import metrics
 from kvstore.client import Client
 from kvstore.client.agent.agent import Agent
 from kvstore.client.agent.metrics import serve_metrics
+from kvstore.client.agent.process import AgentProcess
+from kvstore.client.agent.process_config import ProcessConfig
+from kvstore.client.agent.process_metrics import AGENT
 from kvstore.kernels import _native
 from kvstore.metrics import (
     AGE_BOUNDS_SECONDS,
@@ -38,7 +41,7 @@ from kvstore.server.directory import Directory
 from kvstore.server.directory_config import DirectoryConfig
 from kvstore.server.local import LocalCluster
 
-EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW, *AUDIT, *SERVER)
+EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW, *AUDIT, *SERVER, *AGENT)
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
 
 
@@ -198,6 +201,15 @@ def directory() -> Iterator[str]:
     running.serve_until_stopped()
 
 
+@contextmanager
+def agent_process(map_path: Path, folder: Path) -> Iterator[str]:
+    """The HTTP address of an agent process, here."""
+    running = AgentProcess(ProcessConfig(map_path=map_path, socket_path=folder / "agent.sock", memory_bytes=1 << 20))
+    running.start()
+    yield str(running.facts()["http"])
+    running.close()
+
+
 def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_from_the_table(tmp_path: Path) -> None:
     """Name, type, help, labels and their closed lists: straight from the document to what is scraped."""
     found: dict[str, tuple[str, dict[str, set[str]], str]] = {}
@@ -207,10 +219,11 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
         Agent(client) as agent,
         serve_metrics(agent, 0) as port,
         directory() as third,
+        agent_process(cluster.map_path, tmp_path) as fourth,
     ):
         # Of an engine and its server: tests/test_shadow_audit.py and test_engine_server.py ask real ones.
         texts = [generate_latest(metrics.registry_of((*AUDIT, *SERVER), lambda values: None)).decode()]
-        for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third):
+        for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third, fourth):
             with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
                 texts.append(answer.read().decode())
         for text in texts:

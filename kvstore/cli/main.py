@@ -33,6 +33,7 @@ COMMANDS: Final = (
     "up",
     "node",
     "directory",
+    "agent",
     "status",
     "stats",
     "top",

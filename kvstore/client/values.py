@@ -72,6 +72,7 @@ class LoadOutcome(Enum):
     UNREACHABLE = "unreachable"
     EXPIRED = "expired"  # the ticket is too old: nothing was asked
     CANCELLED = "cancelled"
+    BUSY = "busy"  # the agent process had no memory for more (kvstore/client/agent/worker.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from kvstore.client.store import StoreFuture
 from kvstore.client.ticket import Ticket, WindowAt
 from kvstore.client.values import Accept, Fidelity, LoadResult, PlaneReady
 from kvstore.errors import Closed, MisuseError
-from kvstore.keys import Keys, checked_keys
+from kvstore.keys import KEY_BYTES, Keys, checked_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +195,16 @@ class Agent:
         if not view.nbytes:
             raise MisuseError("E571", f"window entry at {tokens} tokens", "has no bytes", "pass the rows of the window")
         kept = self.windows.put(key, seal(key, view, fidelity), view)
+        if kept:
+            self._tell(key, Word.KEPT)
+        return kept
+
+    def adopt_window(self, key: bytes, sealed: memoryview) -> bool:
+        """Keeps what another agent held (sealed.py) under the window key `key`. False: it was not sealed under that key, or no room."""
+        if len(key) != KEY_BYTES or unseal(key, sealed) is None:
+            self.counters.fault("corrupt")
+            return False
+        kept = self.windows.put(key, sealed)
         if kept:
             self._tell(key, Word.KEPT)
         return kept

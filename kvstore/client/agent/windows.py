@@ -149,6 +149,12 @@ class WindowStore:
             self._expire()
             return self._drop(key, "discarded")
 
+    def keys(self) -> list[bytes]:
+        """Of the entries that are here, the longest unused first; not a use."""
+        with self._lock:
+            self._expire()
+            return list(self._entries)
+
     def clear(self) -> None:
         with self._lock:
             for key in list(self._entries):

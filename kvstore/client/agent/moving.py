@@ -1,0 +1,122 @@
+"""What an agent that ends gives to another: its window entries, the last used first, as handoffs that agents make among themselves.
+
+    note       "kvstore.windows/1": the offer is for the other agent, not for an engine
+    section    name: the window key in hex; bytes: the entry as agents keep it (sealed.py), so that who takes it checks it against its key
+
+A handoff holds what fits in BATCH_BYTES. What does not go over in time is a window miss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.client.agent.agent import Agent
+from kvstore.client.agent.frames import HANDOFF_BYTES_MAX, SECTIONS_MAX, Offer
+from kvstore.client.agent.handoff import HandoffOutcome, send_handoff
+from kvstore.client.agent.inbox import ArrivalState, HandoffInbox
+from kvstore.wire import Status
+
+NOTE: Final = b"kvstore.windows/1"
+BATCH_BYTES: Final = 32 << 20  # some twenty entries of the largest model known
+BATCH_SECONDS: Final = 10.0
+AGAIN_SECONDS: Final = 0.05
+TAKE_SECONDS: Final = 0.5
+INBOX_BYTES: Final = 4 * BATCH_BYTES  # taken from others at once; allocated when the first one comes
+assert BATCH_BYTES < HANDOFF_BYTES_MAX
+
+
+@dataclass(slots=True)
+class Moved:
+    """What became of the entries of one agent."""
+
+    entries: int = 0
+    bytes: int = 0
+    left: int = 0  # not moved
+    why: str = ""  # they were not
+
+
+def move_windows(agent: Agent, address: str, end: float) -> Moved:
+    """Gives the agent at `address` what `agent` holds, until `end` (monotonic). Raises MisuseError for what is no address."""
+    waiting = agent.windows.keys()  # the last used last
+    moved = Moved()
+    while waiting:
+        batch, size = _batch(agent, waiting)
+        if not batch:
+            break
+        left = end - time.monotonic()
+        outcome = HandoffOutcome.LATE
+        if left > 0:
+            outcome = send_handoff(agent.peers, address, batch, note=NOTE, deadline_seconds=min(left, BATCH_SECONDS))
+        if outcome is HandoffOutcome.DONE:
+            moved.entries += len(batch)
+            moved.bytes += size
+        elif outcome is HandoffOutcome.BUSY and end - time.monotonic() > AGAIN_SECONDS:
+            waiting += [bytes.fromhex(name) for name in reversed(batch)]  # it takes in what it got; then again
+            threading.Event().wait(AGAIN_SECONDS)
+        else:
+            moved.why = outcome.value
+            moved.left = len(batch) + len(waiting)
+            break
+    return moved
+
+
+def _batch(agent: Agent, waiting: list[bytes]) -> tuple[dict[str, memoryview], int]:
+    """The next entries by the hex of their keys, and their bytes; takes them off the end of `waiting`."""
+    batch: dict[str, memoryview] = {}
+    size = 0
+    while waiting and len(batch) < SECTIONS_MAX:
+        sealed = agent.windows.get(waiting[-1])
+        if sealed is not None and batch and size + sealed.nbytes > BATCH_BYTES:
+            break
+        key = waiting.pop()
+        if sealed is not None:  # else it has expired
+            batch[key.hex()] = sealed
+            size += sealed.nbytes
+    return batch, size
+
+
+class Taker:
+    """Takes in what other agents give to this one. `inbox` is what its PeerServer has as `handoffs`; `watch` begins, `close` ends."""
+
+    def __init__(self, owner: bytes) -> None:
+        self.inbox = HandoffInbox(INBOX_BYTES, accept=lambda offer: _wanted(offer, owner))
+        self.entries = self.refused = 0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, agent: Agent) -> None:
+        self._thread = threading.Thread(target=self._run, args=(agent,), name="kvstore-taker", daemon=True)
+        self._thread.start()
+
+    def _run(self, agent: Agent) -> None:
+        while not self._closed.is_set():
+            arrival = self.inbox.take(deadline_seconds=TAKE_SECONDS)
+            if arrival is None:
+                continue
+            if arrival.wait(BATCH_SECONDS) is ArrivalState.COMPLETE:
+                for name, _ in arrival.offer.sections:
+                    sealed = arrival.section(name)
+                    taken = sealed is not None and agent.adopt_window(_key(name), sealed)
+                    self.entries += taken
+                    self.refused += not taken
+            self.inbox.release(arrival)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(2 * TAKE_SECONDS)
+
+
+def _wanted(offer: Offer, owner: bytes) -> Status:
+    return Status.OK if offer.note == NOTE and offer.owner == owner else Status.BUSY
+
+
+def _key(name: str) -> bytes:
+    """b"" for what is no key."""
+    try:
+        return bytes.fromhex(name) if len(name) == 64 else b""
+    except ValueError:
+        return b""

@@ -1,0 +1,610 @@
+"""`kvstore agent` with real workers: bytes through shared memory, who may have how much, and what is left when either end is killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agent_tools import AgentUnderTest, agent_of, worker_of
+from client_tools import SMALL, V41, Blocks, bytes_of, chain, cluster_of, until
+
+from kvstore.client import Client, LoadOutcome, StoreOutcome
+from kvstore.client.agent.attachment import control
+from kvstore.client.agent.link import HEADER, MAGIC, VERSION, Kind
+from kvstore.client.agent.worker import WorkerAgent
+from kvstore.errors import LayoutError, MisuseError, ProtocolError, Unreachable
+from kvstore.keys import Keys
+from kvstore.server.local import LocalCluster
+
+MIB = 1 << 20
+BLOCKS = 48  # of the prompts here: 5.5 MB
+
+
+@dataclass
+class Site:
+    cluster: LocalCluster
+    agent: AgentUnderTest
+    directory: Path
+    prompts: dict[int, Blocks]  # by seed of their chain: stored, 48 blocks each
+
+    @property
+    def path(self) -> Path:
+        return self.agent.socket
+
+    def stopped(self) -> Stopped:
+        return Stopped(self.cluster)
+
+
+class Stopped:
+    """Two of three nodes stand still: a load gets a part of its bytes and waits for the rest."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+
+    def __enter__(self) -> None:
+        for node in (0, 1):
+            self.cluster.kill(node, signal.SIGSTOP)
+
+    def __exit__(self, *_: object) -> None:
+        for node in (0, 1):
+            self.cluster.kill(node, signal.SIGCONT)
+
+
+LIMITS = ("--memory", "16MiB", "--quota", "8MiB", "--worker-memory", "8MiB", "--ram", "0B", "--workers", "4", "--windows", "8MiB")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("site")
+    with cluster_of(directory / "cluster", 3, k=2, m=1) as cluster:
+        prompts = {}
+        with Client(cluster.map, layout=V41) as client:
+            for seed in (1001, 1002):
+                keys = chain(BLOCKS, V41, seed)
+                prompts[seed] = bytes_of(keys, V41)
+                assert client.store(keys, prompts[seed], first_block=0).result(20).blocks == BLOCKS
+        with agent_of(cluster.map_path, directory / "agent.sock", *LIMITS) as agent:
+            yield Site(cluster, agent, directory, prompts)
+
+
+def prompt(seed: int) -> Keys:
+    return chain(BLOCKS, V41, seed)
+
+
+# --- bytes ---
+
+
+def test_a_staged_load_shows_each_plane_when_it_is_whole_and_copies_nothing(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41, name="one") as agent:
+        ticket = agent.lookup(prompt(1001))
+        assert ticket.hit_blocks == BLOCKS
+        with agent.stage(ticket) as staged:
+            seen = []
+            for ready in staged.planes():
+                columns = staged.columns(ready.plane)
+                assert np.array_equal(staged.rows[: ready.blocks, columns], site.prompts[1001][: ready.blocks, columns])
+                seen.append((ready.plane, ready.blocks))
+            result = staged.finish()
+            assert seen == [(plane, BLOCKS) for plane in range(len(V41.planes(2)))]
+            assert result.outcome is LoadOutcome.COMPLETE and result.blocks == BLOCKS and staged.finish() is result
+            with pytest.raises(ValueError, match="read-only"):
+                staged.rows[0, 0] = 1
+            with pytest.raises(ValueError):
+                staged.rows.flags.writeable = True
+            assert site.agent.status()["pinned_bytes"] == 5_468_160 + (-5_468_160 % 4096)
+        site.agent.until_free()
+
+
+def test_loads_into_memory_of_the_callers_own_equal_what_was_stored(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41) as agent:
+        for seed, data in site.prompts.items():
+            ticket = agent.lookup(prompt(seed))
+            place = np.full((BLOCKS, V41.block_bytes + 7), 0xEE, np.uint8)[:, : V41.block_bytes]
+            assert agent.load(ticket, place).outcome is LoadOutcome.COMPLETE
+            assert np.array_equal(place, data)
+            place[:] = 0
+            assert [ready.blocks for ready in agent.planes(ticket, place, blocks=range(5, 30))] == [25] * len(V41.planes(2))
+            assert np.array_equal(place[:25], data[5:30]) and not place[25:].any()
+        assert site.agent.status()["pinned_bytes"] == 0
+
+
+def test_a_prompt_larger_than_the_quota_is_loaded_in_parts_and_staged_as_far_as_it_fits(site: Site) -> None:
+    keys = chain(100, V41, 1003)  # 11.4 MB against 8 MiB
+    data = bytes_of(keys, V41)
+    with WorkerAgent(site.path, layout=V41) as agent:
+        for first, end in ((0, 50), (50, 100)):
+            assert agent.store(keys, data[first:end], first_block=first).result(20).outcome is StoreOutcome.STORED
+        ticket = agent.lookup(keys)
+        place = np.empty_like(data)
+        assert agent.load(ticket, place).blocks == 100 and np.array_equal(place, data)
+        with agent.stage(ticket) as staged:
+            result = staged.finish()
+            fits = 8 * MIB // V41.block_bytes
+            assert (result.outcome, result.blocks, len(staged.rows)) == (LoadOutcome.BUSY, fits, fits)
+            assert np.array_equal(staged.rows, data[:fits])
+
+
+def test_stores_from_shared_memory_and_from_elsewhere(site: Site) -> None:
+    keys = chain(60, V41)
+    data = bytes_of(keys, V41)
+    with WorkerAgent(site.path, layout=V41) as agent:
+        rows = agent.buffer(30)
+        rows[:] = data[:30]
+        before = agent.stats()["buffer_bytes"]
+        one = agent.store(keys, rows, first_block=0)
+        assert agent.stats()["buffer_bytes"] == before, "no copy"
+        two = agent.store(keys, data[30:], first_block=30)
+        assert agent.stats()["buffer_bytes"] > before, "a copy"
+        assert one.result(20).blocks == two.result(20).blocks == 30
+        del rows
+        until(lambda: agent.stats()["buffer_bytes"] == 0, "both to be free")
+        assert agent.flush(5)
+        ticket = agent.lookup(keys)
+        assert ticket.hit_blocks == 60
+        place = np.empty_like(data)
+        assert agent.load(ticket, place).blocks == 60 and np.array_equal(place, data)
+        big = np.zeros((80, V41.block_bytes), np.uint8)  # more than a worker's memory
+        assert agent.store(chain(80, V41), big, first_block=0).result(5).outcome is StoreOutcome.DROPPED
+        assert agent.store(keys, data[:0], first_block=60).result(5).blocks == 0
+
+
+def test_windows_are_kept_by_the_agent_and_seen_by_the_other_worker(site: Site) -> None:
+    keys = chain(8, V41)
+    entry = os.urandom(1_415_040)
+    with WorkerAgent(site.path, layout=V41) as one, WorkerAgent(site.path, layout=V41) as two:
+        assert two.window(keys, 512) is None
+        assert one.keep_window(keys, 512, entry)
+        found = two.window(keys, 512)
+        assert found is not None and found.entry == entry and (found.tokens, found.where) == (512, "own")
+        part = found.entry[10:20]
+        del found
+        assert site.agent.status()["pinned_bytes"], "a view of it is left"
+        assert part == entry[10:20]
+        del part
+        site.agent.until_free()
+        ticket = two.lookup(keys)
+        assert two.window(keys, 512, ticket=ticket) is not None
+        one.drop_window(keys, 512)
+        assert two.window(keys, 512) is None
+        with pytest.raises(MisuseError, match="E572"):
+            one.window(keys, 500)
+
+
+# --- limits ---
+
+
+def test_a_worker_that_never_releases_is_told_busy_and_the_others_go_on(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41) as greedy, WorkerAgent(site.path, layout=V41) as other:
+        ticket = greedy.lookup(prompt(1001))
+        held = greedy.stage(ticket)
+        assert held.finish().blocks == BLOCKS
+        more = greedy.stage(ticket)
+        assert more.finish().outcome is LoadOutcome.BUSY and more.finish().blocks < BLOCKS, "the rest of its quota"
+        assert greedy.stage(ticket).finish().blocks == 0
+        assert other.load(other.lookup(prompt(1002))).blocks == BLOCKS
+        assert np.array_equal(held.rows, site.prompts[1001]), "what is pinned stays as it is"
+        del held, more
+        site.agent.until_free()
+
+
+def test_no_more_workers_and_no_other_kind_than_the_agent_was_told(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41), pytest.raises(ProtocolError, match="E639"):
+        WorkerAgent(site.path, layout=SMALL)
+    until(lambda: not site.agent.status()["workers"], "it to be gone")
+    with WorkerAgent(site.path, layout=SMALL) as other:
+        assert other.lookup(chain(3, SMALL)).hit_blocks == 0, "a kind that nobody uses gives way"
+    until(lambda: not site.agent.status()["workers"], "it to be gone")
+    attached = [WorkerAgent(site.path, layout=V41) for _ in range(4)]
+    try:
+        with pytest.raises(Unreachable, match="has its 4 workers"):
+            WorkerAgent(site.path, layout=V41)
+    finally:
+        for worker in attached:
+            worker.close()
+    until(lambda: not site.agent.status()["workers"], "all to be gone")
+
+
+def test_misuse_is_told_to_the_caller(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41) as agent:
+        with pytest.raises(MisuseError, match="E568"):
+            agent.lookup(prompt(1001), retention_class="forever")
+        with pytest.raises(LayoutError, match="E524"):
+            agent.store(prompt(1001), np.zeros((3, V41.block_bytes), np.uint8), first_block=47)
+        with pytest.raises(MisuseError, match="E564"):
+            agent.stage(agent.lookup(prompt(1001)), blocks=range(40, 49))
+        child = os.fork()
+        if child == 0:
+            try:
+                agent.lookup(prompt(1001))
+            except MisuseError as error:
+                os._exit(0 if error.code == "E548" else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(MisuseError, match="E573"):
+        agent.lookup(prompt(1001))
+
+
+# --- a worker is killed ---
+
+
+def test_a_worker_killed_in_mid_load_leaves_no_pin_and_no_late_write(site: Site) -> None:
+    with worker_of(site.path, "stage", 1001, BLOCKS) as worker, worker_of(site.path, "load", 1002, BLOCKS) as other:
+        assert worker.line() == other.line() == f"hit {BLOCKS}"
+        with site.stopped():
+            worker.tell("go")
+            assert worker.line() == f"staged {BLOCKS}"
+            (busy,) = [w for w in site.agent.status()["workers"] if w["name"] == "stage"]
+            assert busy["loads"] == 1 and busy["pinned_bytes"]
+            worker.kill()
+            assert site.agent.until_free() < 3
+        # What the nodes still send of the dead load must not land where the next one is.
+        other.tell("go")
+        for _ in range(5):
+            assert other.line() == f"complete {BLOCKS}"
+            other.tell("again")
+        assert other.line() == f"complete {BLOCKS}"
+
+
+def test_a_worker_killed_in_mid_store_leaves_the_others_alone(site: Site) -> None:
+    seed = 2000
+    with worker_of(site.path, "store", seed, BLOCKS) as worker, WorkerAgent(site.path, layout=V41) as agent:
+        worker.line()
+        worker.tell("go")
+        assert worker.line() == "asked"
+        worker.kill()
+        until(lambda: len(site.agent.status()["workers"]) == 1, "the dead worker to be forgotten", 3)
+        place = np.empty((BLOCKS, V41.block_bytes), np.uint8)
+        until(lambda: agent.lookup(prompt(seed)).hit_blocks == BLOCKS, "the store to go on to its end")
+        assert agent.load(agent.lookup(prompt(seed)), place).blocks == BLOCKS
+        assert np.array_equal(place, bytes_of(prompt(seed), V41))
+
+
+def test_a_worker_whose_child_holds_the_socket_is_still_seen_to_die(site: Site) -> None:
+    with worker_of(site.path, "stage", 1001, BLOCKS) as worker:
+        worker.line()
+        worker.tell("go")
+        worker.line()
+        (fd,) = [entry for entry in Path(f"/proc/{worker.pid}/fd").iterdir() if str(entry.readlink()).startswith("socket:")]
+        held = _copy_of_descriptor(worker.pid, int(fd.name))
+        try:
+            worker.kill()
+            assert site.agent.until_free() < 3
+        finally:
+            os.close(held)
+
+
+def _copy_of_descriptor(pid: int, fd: int) -> int:
+    """As a forked child would have it: pidfd_getfd."""
+    import ctypes
+
+    handle = os.pidfd_open(pid)
+    try:
+        held = ctypes.CDLL(None, use_errno=True).syscall(438, handle, fd, 0)
+        assert held >= 0, os.strerror(ctypes.get_errno())
+        return int(held)
+    finally:
+        os.close(handle)
+
+
+def test_a_load_can_be_cancelled_and_released_in_mid_way(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41) as agent:
+        ticket = agent.lookup(prompt(1001))
+        with site.stopped():
+            staged = agent.stage(ticket)
+            staged.cancel()
+            began = time.monotonic()
+            assert staged.finish().outcome is LoadOutcome.CANCELLED and time.monotonic() - began < 2
+            with agent.stage(ticket):
+                pass  # let go of while it runs
+            site.agent.until_free()
+            assert agent.stage(ticket, deadline_seconds=0.2).finish().outcome is LoadOutcome.TIMEOUT
+
+
+# --- the agent is killed ---
+
+
+def test_an_agent_killed_in_mid_load_is_a_miss_at_once_and_is_found_again(
+    site: Site, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.WARNING, "kvstore")
+    path = tmp_path / "a.sock"
+    first = AgentUnderTest(site.cluster.map_path, path, *LIMITS)
+    with WorkerAgent(path, layout=V41) as agent:
+        ticket = agent.lookup(prompt(1001))
+        kept = agent.stage(ticket)
+        assert kept.finish().blocks == BLOCKS
+        with site.stopped():
+            staged = agent.stage(agent.lookup(prompt(1001)))  # promised a moment ago: no node is asked
+            store = agent.store(prompt(1002), site.prompts[1002], first_block=0)
+            first.kill()
+            began = time.monotonic()
+            assert len(list(staged.planes())) < len(V41.planes(2))
+            assert staged.finish().outcome in (LoadOutcome.UNREACHABLE, LoadOutcome.BUSY)
+            assert store.result(5).outcome in (StoreOutcome.FAILED, StoreOutcome.DROPPED)
+            assert agent.lookup(prompt(1001)).hit_blocks == 0 and agent.window(prompt(1001), 512) is None
+            assert not agent.keep_window(prompt(1001), 512, b"entry")
+            assert time.monotonic() - began < 1
+        first.close()
+        assert np.array_equal(kept.rows, site.prompts[1001]), "what was seen stays mapped"
+        assert agent.load(ticket).outcome is LoadOutcome.UNREACHABLE
+        with agent_of(site.cluster.map_path, path, *LIMITS) as second:
+            assert agent.wait_attached(10) and agent.stats()["attachments"] == 2
+            assert agent.load(ticket).outcome is LoadOutcome.EXPIRED, "a ticket under the dead agent's key"
+            place = np.empty((BLOCKS, V41.block_bytes), np.uint8)
+            assert agent.load(agent.lookup(prompt(1001)), place).blocks == BLOCKS
+            assert np.array_equal(place, site.prompts[1001])
+            del kept
+            second.until_free()
+            texts = [record.getMessage().split(" (")[0].removeprefix(f"agent at {path} ") for record in caplog.records]
+            assert texts == ["is not there", "is back"], "one line each"
+
+
+def test_an_agent_that_hangs_costs_the_deadline_and_no_more(site: Site, tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with agent_of(site.cluster.map_path, path, *LIMITS) as hung, WorkerAgent(path, layout=V41) as agent:
+        ticket = agent.lookup(prompt(1001))
+        hung.kill(signal.SIGSTOP)
+        began = time.monotonic()
+        assert agent.lookup(prompt(1001), deadline_seconds=0.1).hit_blocks == 0
+        assert agent.stage(ticket, deadline_seconds=0.1).finish().outcome is LoadOutcome.UNREACHABLE
+        assert agent.window(prompt(1001), 512, deadline_seconds=0.1) is None
+        assert time.monotonic() - began < 3
+        hung.kill(signal.SIGCONT)
+        until(lambda: agent.lookup(prompt(1001)).hit_blocks == BLOCKS, "it to go on")
+        hung.until_free()  # what it staged for nobody was let go of
+
+
+def test_a_worker_may_start_before_its_agent(site: Site, tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with WorkerAgent(path, layout=V41, wait_seconds=0.05) as agent:
+        assert not agent.attached and agent.lookup(prompt(1001)).hit_blocks == 0
+        assert agent.buffer(2).shape == (2, V41.block_bytes)
+        with agent_of(site.cluster.map_path, path, *LIMITS):
+            assert agent.wait_attached(10)
+            assert agent.lookup(prompt(1001)).hit_blocks == BLOCKS
+
+
+# --- leaks, and hostile peers ---
+
+
+def test_descriptors_threads_and_memory_are_flat_over_many_workers(site: Site) -> None:
+    def cycle() -> None:
+        with WorkerAgent(site.path, layout=V41) as agent:
+            ticket = agent.lookup(prompt(1001))
+            staged = agent.stage(ticket)  # never released
+            next(staged.planes())
+        del staged
+
+    own = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        cycle()
+    until(lambda: not site.agent.status()["workers"], "all to be gone")
+    before = site.agent.resources()
+    for _ in range(12):
+        cycle()
+    until(lambda: not site.agent.status()["workers"], "all to be gone")
+    site.agent.until_free()
+    until(lambda: site.agent.resources() <= before, f"as at the start, {before}, not {site.agent.resources()}", 5)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= own
+    assert not [thread for thread in threading.enumerate() if thread.name in ("kvstore-worker", "kvstore-told")]
+
+
+def hello_body() -> bytes:
+    from kvstore.client.agent.bodies import Hello
+
+    return Hello(V41).encode()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_and_broken_messages_cost_their_sender_its_connection_only(site: Site, seed: int) -> None:
+    """Not covered: DRAIN, which ends the agent; descriptors beside the bytes; a worker's memory changed while it is read."""
+    dice = random.Random(seed)
+    before = site.agent.resources()[0]
+    with WorkerAgent(site.path, layout=V41) as good:
+        for _ in range(12):
+            with socket.socket(socket.AF_UNIX) as bad:
+                bad.connect(str(site.path))
+                bad.settimeout(5)
+                try:
+                    if dice.random() < 0.7:
+                        bad.sendall(HEADER.pack(MAGIC, VERSION, Kind.HELLO, len(hello_body()), 0) + hello_body())
+                        bad.recv(1024)
+                    for _ in range(dice.randint(1, 6)):
+                        body = dice.randbytes(dice.choice((0, 1, 9, 40, 200, 3000)))
+                        kind = dice.choice((*(k for k in Kind if k != Kind.DRAIN), dice.randrange(34, 256)))
+                        length = dice.choice((len(body), len(body), len(body), len(body) + 1, 1 << 31))
+                        magic = dice.choice((MAGIC,) * 8 + (0x1234,))
+                        bad.sendall(HEADER.pack(magic, dice.choice((VERSION,) * 9 + (9,)), kind, length, dice.getrandbits(64)) + body)
+                except OSError:
+                    pass  # it has had enough of us
+        assert good.lookup(prompt(1001)).hit_blocks == BLOCKS
+    until(lambda: not site.agent.status()["workers"] and site.agent.resources()[0] <= before, "all to be gone")
+    site.agent.until_free()
+
+
+def test_requests_that_lie_about_memory_are_refused(site: Site) -> None:
+    from kvstore.client.agent import bodies
+    from kvstore.client.agent.attachment import attach
+    from kvstore.client.values import Fidelity
+
+    attachment = attach(str(site.path), bodies.Hello(V41))
+    thread = threading.Thread(target=attachment.serve)
+    thread.start()
+    try:
+        keys = prompt(1001)
+        for offset in (8 * MIB, (1 << 64) - 1, 8 * MIB - 4096):
+            asked = bodies.StoreAsked(keys, offset, 0, BLOCKS, Fidelity.EXACT, "chat")
+            with pytest.raises(LayoutError, match="E547"):
+                attachment.ask(Kind.STORE, asked.encode()).next(time.monotonic() + 5)
+            with pytest.raises(LayoutError, match="E547"):
+                attachment.ask(Kind.KEEP, bodies.KeepAsked(keys, offset, 4097).encode()).next(time.monotonic() + 5)
+        with pytest.raises(ProtocolError, match="E611"):
+            load = bodies.LoadAsked(b"KVT2" + bytes(200), 0, 4, False, True, None, "chat")
+            attachment.ask(Kind.LOAD, load.encode()).next(time.monotonic() + 5)
+        assert site.agent.status()["pinned_bytes"] == 0
+    finally:
+        attachment.close()
+        thread.join()
+
+
+def test_a_peer_that_says_nothing_or_takes_nothing_is_cut(site: Site) -> None:
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as deaf:
+        silent.connect(str(site.path))
+        deaf.connect(str(site.path))
+        deaf.settimeout(10)
+        deaf.sendall(HEADER.pack(MAGIC, VERSION, Kind.HELLO, len(hello_body()), 0) + hello_body())
+        until(lambda: len(site.agent.status()["workers"]) == 1, "it to be attached")
+        from kvstore.client import Accept
+        from kvstore.client.agent.bodies import LookupAsked
+
+        lookup = LookupAsked(prompt(1001), Accept.EXACT, "chat", None, None).encode()
+        try:
+            for number in range(1, 400):  # answers of 2 kB each, which it never takes
+                deaf.sendall(HEADER.pack(MAGIC, VERSION, Kind.LOOKUP, len(lookup), number) + lookup)
+        except OSError:
+            pass
+        until(lambda: not site.agent.status()["workers"], "it to be cut", 15)
+        silent.settimeout(15)
+        head = silent.recv(HEADER.size)
+        assert head == b"" or struct.unpack_from("<HBB", head)[2] == Kind.REFUSED
+
+
+def test_another_version_is_refused_by_name(site: Site) -> None:
+    with socket.socket(socket.AF_UNIX) as old:
+        old.connect(str(site.path))
+        old.settimeout(5)
+        old.sendall(HEADER.pack(MAGIC, VERSION + 1, Kind.HELLO, 0, 0))
+        assert HEADER.unpack(old.recv(HEADER.size))[2] == Kind.REFUSED
+        assert b"version" in old.recv(4096)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_even_where_the_file_lets_it(site: Site) -> None:
+    assert site.path.stat().st_mode & 0o777 == 0o600
+    child = os.fork()
+    if child == 0:
+        try:
+            fd = os.open(site.path.parent, os.O_PATH)
+            os.setuid(65534)
+            try:
+                with socket.socket(socket.AF_UNIX) as stranger:
+                    stranger.connect(f"/proc/self/fd/{fd}/{site.path.name}")
+                os._exit(1)
+            except PermissionError:
+                os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --- faces and end ---
+
+
+def test_status_and_metrics_tell_pins_and_workers(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41, name="seen") as agent, agent.stage(agent.lookup(prompt(1001))) as staged:
+        staged.finish()
+        status = site.agent.status()
+        (worker,) = status["workers"]
+        assert (worker["name"], worker["pid"], worker["pins"]) == ("seen", os.getpid(), 1)
+        assert status["state"] == "ready" and status["counts"]["load_ok"] >= 1
+    with urllib.request.urlopen(f"http://{site.agent.ready['http']}/readyz", timeout=5) as answer:
+        assert answer.status == 200
+
+
+def test_a_second_agent_on_the_same_socket_is_refused_and_a_stale_socket_is_not(site: Site, tmp_path: Path) -> None:
+    from cli_tool import Cli
+
+    cli = Cli(tmp_path)
+    cli.run("agent", "--map", str(site.cluster.map_path), "--socket", str(site.path)).refused(2, "an agent answers there")
+    stale = tmp_path / "a.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(stale))
+    with agent_of(site.cluster.map_path, stale, *LIMITS) as agent:
+        assert agent.status()["state"] == "ready"
+
+
+def test_drain_waits_for_what_runs_refuses_what_is_new_and_exits_0(site: Site, tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with agent_of(site.cluster.map_path, path, *LIMITS) as agent, WorkerAgent(path, layout=V41) as worker:
+        ticket = worker.lookup(prompt(1001))
+        told: dict[str, object] = {}
+        with site.stopped():
+            staged = worker.stage(ticket)
+            drain = threading.Thread(
+                target=lambda: told.update(json.loads(control(str(path), Kind.DRAIN, b'{"seconds": 20}', 30)))
+            )  # fmt: skip
+            drain.start()
+            until(lambda: agent.status()["state"] == "draining", "the drain to begin")
+            assert worker.lookup(prompt(1002)).hit_blocks == 0
+            assert worker.stage(ticket).finish().outcome is LoadOutcome.BUSY
+            with pytest.raises(Unreachable, match="is draining"):
+                WorkerAgent(path, layout=V41)
+        result = staged.finish()
+        assert result.blocks == BLOCKS and np.array_equal(staged.rows, site.prompts[1001])
+        drain.join(30)
+        assert told["finished"] is True and told["loads_cut"] == 0
+        assert agent.end() == 0 and not path.exists()
+        until(lambda: not worker.attached, "the worker to see it")
+        assert np.array_equal(staged.rows, site.prompts[1001])
+
+
+def test_sigterm_drains_within_its_bound_and_says_what_was_cut(site: Site, tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with agent_of(site.cluster.map_path, path, *LIMITS, "--within", "300ms") as agent, WorkerAgent(path, layout=V41) as worker:
+        ticket = worker.lookup(prompt(1001))
+        with site.stopped():
+            staged = worker.stage(ticket)
+            began = time.monotonic()
+            agent.kill(signal.SIGTERM)
+            assert agent.end() == 1 and time.monotonic() - began < 8
+            assert staged.finish().blocks < BLOCKS
+        assert "1 loads and 0 stores were cut off" in agent.log.read_text()
+    with agent_of(site.cluster.map_path, path, *LIMITS) as agent:
+        agent.kill(signal.SIGTERM)
+        assert agent.end() == 0
+
+
+def test_a_drain_gives_the_windows_to_another_agent(site: Site, tmp_path: Path) -> None:
+    keys = chain(12, V41)
+    entries = {block * 128: os.urandom(1_415_040) for block in (3, 4, 7, 12)}
+    one, two = tmp_path / "one.sock", tmp_path / "two.sock"
+    with (
+        agent_of(site.cluster.map_path, one, *LIMITS) as ending,
+        agent_of(site.cluster.map_path, two, *LIMITS) as taking,
+        WorkerAgent(two, layout=V41) as other,
+    ):
+        with WorkerAgent(one, layout=V41) as worker:
+            for tokens, entry in entries.items():
+                assert worker.keep_window(keys, tokens, entry)
+            assert worker.windows_at(keys, 512) == {384, 512}
+        (address,) = taking.status()["addresses"]
+        told = json.loads(control(str(one), Kind.DRAIN, json.dumps({"seconds": 20, "to": address}).encode(), 30))
+        assert (told["finished"], told["windows_moved"], told["windows_left"]) == (True, 4, 0)
+        assert ending.end() == 0
+        for tokens, entry in entries.items():
+            found = other.window(keys, tokens)
+            assert found is not None and found.entry == entry and found.where == "own"
+            del found
+
+
+def test_a_drain_to_nobody_ends_all_the_same(site: Site, tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with agent_of(site.cluster.map_path, path, *LIMITS, "--to", "127.0.0.1:1") as agent:
+        with WorkerAgent(path, layout=V41) as worker:
+            assert worker.keep_window(chain(2, V41), 256, b"entry")
+        agent.kill(signal.SIGTERM)
+        assert agent.end() == 0
+        assert "1 window entries were not moved to 127.0.0.1:1: unreachable" in agent.log.read_text()
