@@ -95,9 +95,8 @@ class Network(nn.Module):
         """From a file of weights, or a checkpoint of the training. InputError where it is of another model."""
         tensors, _ = weights.load(path)
         network = cls(config)
-        named = {
-            name.removeprefix("weight."): tensor.float() for name, tensor in tensors.items() if not name.startswith(("mean.", "square."))
-        }
+        kept = {name.removeprefix("weight."): tensor for name, tensor in tensors.items() if name.startswith("weight.")}
+        named = {name: tensor.float() for name, tensor in (kept or tensors).items()}  # a checkpoint also holds what its optimizers keep
         try:
             network.load_state_dict(named)
         except RuntimeError as error:

@@ -2,70 +2,69 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 
-from kvstore.engine_integration.model.attention import compressed_mask, rope_tables, window_mask
+from kvstore.engine_integration.model.attention import rotate
 from kvstore.engine_integration.model.blocks import Layer, Network
 from kvstore.engine_integration.model.codecs import Codec, straight_through
+from kvstore.engine_integration.model.config import ModelConfig
+from kvstore.engine_integration.train.fused import attend, experts, norm, rope
 
-CHECKPOINT_TOKENS = 1024  # longer texts compute a layer's insides again on the way back: scores of one layer at 4,096 take 300 MB
-_rope = lru_cache(maxsize=512)(rope_tables)
 
-
-def hidden(network: Network, codec: Codec, tokens: Tensor, decoder_start: int = 0) -> Tensor:
+def hidden(
+    network: Network,
+    codec: Codec,
+    tokens: Tensor,
+    decoder_start: int = 0,
+    dtype: torch.dtype = torch.float32,
+    asleep: frozenset[int] = frozenset(),
+) -> Tensor:
     """Output of the decoder (n, length, d) for tokens (n, length), length whole blocks. Decoder layers begin at `decoder_start`, as they do
-    for a prompt; rows before it are not computed and hold anything."""
+    for a prompt; rows before it are not computed and hold anything. Products in `dtype`. Layers that are `asleep` pass their input on."""
     config = network.config
-    blocks = list(network.embedding(tokens).chunk(tokens.shape[1] // config.block, 1))
+    x = network.embedding(tokens)
+    cos, sin = rope(config, tokens.shape[1])
     compressed: list[Tensor] = []
+    first = decoder_start // config.block * config.block
     for number in range(config.layers):
         source = config.source_of(number)
-        if source is not None and config.sources[source][0] == number:
-            made = [network.source(source)(x, *_rope(config, b))[0] for b, x in enumerate(blocks)]
-            compressed.append(straight_through(codec.main, torch.cat(made, 1)))
-        start = 0 if number < config.encoder_layers else decoder_start
         ratio = 0 if source is None else config.sources[source][1]
-        blocks = _layer(network, network.layer(number), codec, blocks, compressed[source] if source is not None else None, ratio, start)
-    return torch.cat(blocks, 1)
+        if source is not None and config.sources[source][0] == number:
+            made = network.source(source)
+            compressed.append(straight_through(codec.main, made.main(norm(x, made.norm.weight), cos, sin)).to(dtype))
+        if number == config.encoder_layers:
+            before, x = x[:, :first], x[:, first:]
+        if number in asleep:
+            continue
+        rows = compressed[source] if source is not None else None
+        decoding = number >= config.encoder_layers
+        x = _layer(config, network.layer(number), codec, x, rows, ratio, first if decoding else 0, decoder_start if decoding else 0, dtype)
+    return torch.cat([before, x], 1) if first else x
 
 
-def draft_hidden(network: Network, codec: Codec, outputs: Tensor, tokens: Tensor, decoder_start: int = 0) -> Tensor:
+def draft_hidden(
+    network: Network, codec: Codec, outputs: Tensor, tokens: Tensor, decoder_start: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Output of the draft layer at i, from the decoder's output at i and the token at i+1; the last row has no such token and is filler."""
     assert network.draft is not None
+    first = decoder_start // network.config.block * network.config.block
     mixed = network.draft.mix(outputs, network.embedding(tokens.roll(-1, 1)))
-    blocks = list(mixed.chunk(tokens.shape[1] // network.config.block, 1))
-    return torch.cat(_layer(network, network.draft.layer, codec, blocks, None, 0, decoder_start), 1)
+    made = _layer(network.config, network.draft.layer, codec, mixed[:, first:], None, 0, first, decoder_start, dtype)
+    return torch.cat([mixed[:, :first], made], 1) if first else made
 
 
 def _layer(
-    network: Network, layer: Layer, codec: Codec, blocks: list[Tensor], compressed: Tensor | None, ratio: int, start: int
-) -> list[Tensor]:
-    config = network.config
-    first = start // config.block
-
-    def run(window: Tensor, *rows: Tensor) -> Tensor:
-        """All blocks from `first` on; `rows` is `compressed`, where there is one."""
-        out = []
-        before = torch.zeros_like(window[:, : config.block, : config.latent])
-        for b, x in enumerate(window.chunk(window.shape[1] // config.block, 1), first):
-            cos, sin = _rope(config, b)
-            own = straight_through(codec.window, layer.attention.window_rows(x, cos, sin))
-            keys, mask = [before, own], [window_mask(config, b, start)]
-            if rows:
-                keys.append(rows[0][:, : (b + 1) * config.block // ratio])
-                mask.append(compressed_mask(config, b, ratio))
-            out.append(layer(x, cos, sin, torch.cat(keys, 1), torch.cat(mask, 2)))
-            before = own
-        return torch.cat(out, 1)
-
-    inputs = torch.cat(blocks[first:], 1)
-    arguments = (inputs,) if compressed is None else (inputs, compressed)
-    if torch.is_grad_enabled() and len(blocks) * config.block > CHECKPOINT_TOKENS:
-        outputs: Tensor = checkpoint(run, *arguments, use_reentrant=False)
-    else:
-        outputs = run(*arguments)
-    return blocks[:first] + list(outputs.chunk(len(blocks) - first, 1))
+    config: ModelConfig, layer: Layer, codec: Codec, x: Tensor, compressed: Tensor | None, ratio: int, first: int, start: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows at `first` on of a text whose queries see window rows from `start` on."""
+    attention = layer.attention
+    cos, sin = (table[first:] for table in rope(config, first + x.shape[1]))
+    weight = torch.cat([attention.q.weight * config.latent**-0.5, attention.kv.weight]).to(dtype)
+    q, kv = F.linear(norm(x, attention.norm.weight).to(dtype), weight).split([config.heads * config.latent, config.latent], -1)
+    window = straight_through(codec.window, rotate(norm(kv.float(), attention.kv_norm.weight), cos, sin)).to(dtype)
+    seen = attend(q.unflatten(-1, (config.heads, -1)), window, compressed, attention.sinks, config, ratio, first, start)
+    x = x + F.linear(seen.flatten(-2), attention.out.weight.to(dtype))
+    return x + experts(layer.moe, x.flatten(0, 1), dtype).view_as(x)
