@@ -7,7 +7,6 @@ the file, if it is of the same weights and texts. Exit: 0, 2 bad usage.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,13 +87,10 @@ def _measure(asked: argparse.Namespace, file: Path) -> None:
 
 
 def _trained_tokens(weights: Path) -> int:
-    """What the file's metadata says: steps of the training, each of so many tokens (of a recipe without that: of one long text)."""
+    """What the file's metadata says."""
     from kvstore.engine_integration.model.weights import load
 
-    meta = load(weights)[1]
-    recipe: dict[str, str] = dict(re.findall(r"(step_tokens|long_tokens)=(\d+)", meta.get("identity", "")))
-    step_tokens = recipe["step_tokens"] if "step_tokens" in recipe else recipe.get("long_tokens", "0")
-    return int(meta.get("step", "0")) * int(step_tokens)
+    return int(load(weights)[1].get("tokens", "0"))
 
 
 def _say(line: str) -> None:

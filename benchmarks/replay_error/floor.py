@@ -34,9 +34,9 @@ def floor_sample(study: Study, number: int) -> None:
 
     def whole(*, bf16: bool = False) -> Tensor:
         length = -(-(end - 1) // config.block) * config.block
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.inference_mode():
             ids = torch.tensor(tokens[:length])[None]
-            outputs = hidden(model.network, codec_of("v41"), ids, prompt - config.slots)
+            outputs = hidden(model.network, codec_of("v41"), ids, prompt - config.slots, torch.bfloat16 if bf16 else torch.float32)
             return model.network.logits(outputs)[0, prompt - 1 : end - 1].float()
 
     exact = cold()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from functools import lru_cache
+from importlib import resources
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from kvstore.engine_integration.model.attention import compressed_mask, rope_tables, tail_hidden, window_hidden
 from kvstore.engine_integration.model.blocks import Network
 from kvstore.engine_integration.model.codecs import codec_of
-from kvstore.engine_integration.model.config import ModelConfig
+from kvstore.engine_integration.model.config import MINI, ModelConfig
 from kvstore.engine_integration.model.layout import block_layout
 from kvstore.engine_integration.model.pages import Pages
 from kvstore.engine_integration.model.resume import Resume
@@ -46,6 +47,12 @@ class Model:
         network = Network(config)
         network.randomise(seed)
         return cls(network, codec)
+
+    @classmethod
+    def mini(cls, codec: str = "v41") -> Model:
+        """`mini` with the weights that come with the package (docs/ENGINE.md, Training)."""
+        with resources.as_file(resources.files("kvstore.engine_integration.model") / "mini.safetensors") as path:
+            return cls(Network.load(MINI, path), codec)
 
     # --- a request ---
 

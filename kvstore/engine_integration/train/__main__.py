@@ -24,7 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--finish-seconds", type=float, default=None, help="let the clock decide when rates fall, so that all is done then")
     run.add_argument("--from", dest="begin", type=Path, default=None, help="weights to begin with, where OUT has no checkpoint")
     run.add_argument("--bf16", action="store_true", help="products in bf16, for processors with avx512_bf16 or AMX")
-    run.add_argument("--eval-steps", type=int, default=500, help="steps from one look at the held-out text to the next (default: %(default)s)")
+    run.add_argument(
+        "--eval-steps", type=int, default=500, help="steps from one look at the held-out text to the next (default: %(default)s)"
+    )
     run.add_argument("--seed", type=int, default=0)
     evaluate = verbs.add_parser("evaluate", help="held-out bits per byte of weights, beside a Witten-Bell 5-gram; guesses accepted")
     evaluate.add_argument("weights", type=Path)
@@ -53,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(asked: argparse.Namespace) -> int:
     from kvstore.engine_integration.model import SIZES
     from kvstore.engine_integration.train import corpus
-    from kvstore.engine_integration.train.trainer import Recipe, Trainer
+    from kvstore.engine_integration.train.plan import Recipe
+    from kvstore.engine_integration.train.trainer import Trainer
 
     _threads(asked.threads)
     config = SIZES[asked.size]
@@ -62,7 +65,13 @@ def _run(asked: argparse.Namespace) -> int:
     text = corpus.tokens(asked.corpus)
     trainer = Trainer(config, asked.codec, recipe, text[text < config.vocabulary], asked.out, asked.begin)
     print(f"step {trainer.step}, {trainer.progress:.1%} done; checkpoint and log in {asked.out}", file=sys.stderr)
-    trainer.run(corpus.HELDOUT.read_bytes(), seconds=asked.seconds, finish_seconds=asked.finish_seconds, eval_steps=asked.eval_steps, say=partial(print, flush=True))
+    trainer.run(
+        corpus.HELDOUT.read_bytes(),
+        seconds=asked.seconds,
+        finish_seconds=asked.finish_seconds,
+        eval_steps=asked.eval_steps,
+        say=partial(print, flush=True),
+    )
     return 0
 
 

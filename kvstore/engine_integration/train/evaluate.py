@@ -21,7 +21,7 @@ def bits_per_byte(network: Network, codec: str, heldout: bytes, length: int) -> 
     return float(bits_of_bytes(network, codec, heldout, length).mean())
 
 
-@torch.no_grad()  # not inference mode: tables made here serve training, too
+@torch.inference_mode()
 def bits_of_bytes(network: Network, codec: str, heldout: bytes, length: int) -> Tensor:
     """Bits (len(heldout) - 1,) of each byte but the first, in texts of `length` that overlap by a quarter, so that but for the first text
     all bytes have a quarter text before them."""

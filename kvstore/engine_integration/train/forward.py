@@ -56,15 +56,22 @@ def draft_hidden(
 
 
 def _layer(
-    config: ModelConfig, layer: Layer, codec: Codec, x: Tensor, compressed: Tensor | None, ratio: int, first: int, start: int,
+    config: ModelConfig,
+    layer: Layer,
+    codec: Codec,
+    x: Tensor,
+    compressed: Tensor | None,
+    ratio: int,
+    first: int,
+    start: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """Rows at `first` on of a text whose queries see window rows from `start` on."""
     attention = layer.attention
     cos, sin = (table[first:] for table in rope(config, first + x.shape[1]))
     weight = torch.cat([attention.q.weight * config.latent**-0.5, attention.kv.weight]).to(dtype)
-    q, kv = F.linear(norm(x, attention.norm.weight).to(dtype), weight).split([config.heads * config.latent, config.latent], -1)
+    q, kv = torch.split(F.linear(norm(x, attention.norm.weight).to(dtype), weight), [config.heads * config.latent, config.latent], -1)
     window = straight_through(codec.window, rotate(norm(kv.float(), attention.kv_norm.weight), cos, sin)).to(dtype)
-    seen = attend(q.unflatten(-1, (config.heads, -1)), window, compressed, attention.sinks, config, ratio, first, start)
+    seen = attend(q.view(*q.shape[:2], config.heads, config.latent), window, compressed, attention.sinks, config, ratio, first, start)
     x = x + F.linear(seen.flatten(-2), attention.out.weight.to(dtype))
     return x + experts(layer.moe, x.flatten(0, 1), dtype).view_as(x)

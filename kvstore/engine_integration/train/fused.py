@@ -26,8 +26,9 @@ _EPSILON: Final = 1e-6  # of RmsNorm
 @lru_cache(maxsize=64)
 def rope(config: ModelConfig, tokens: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines (tokens, rotary/2) of positions 0 on, block by block as the model makes them."""
-    cos, sin = zip(*(rope_tables(config, block) for block in range(tokens // config.block)), strict=True)
-    return torch.cat(cos), torch.cat(sin)
+    with torch.inference_mode(False):  # whoever asked first, others may train with them
+        cos, sin = zip(*(rope_tables(config, block) for block in range(tokens // config.block)), strict=True)
+        return torch.cat(cos), torch.cat(sin)
 
 
 class _Norm(torch.autograd.Function):
@@ -80,7 +81,14 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, window: Tensor, compressed: Tensor | None, sinks: Tensor, config: ModelConfig, ratio: int, first: int,
+        ctx: Any,
+        q: Tensor,
+        window: Tensor,
+        compressed: Tensor | None,
+        sinks: Tensor,
+        config: ModelConfig,
+        ratio: int,
+        first: int,
         start: int,
     ) -> Tensor:
         n, tokens, heads, c = q.shape
@@ -156,7 +164,7 @@ def attend(
 
 
 class _Spread(torch.autograd.Function):
-    """Rows of x (t, d) at `at`, where every row occurs `top` times, and row 0 as filler; `back` (t * top,) is where each row's copies went."""
+    """Rows of x (t, d) at `at`: each `top` times, at `back` (t * top,), and row 0 as filler."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, at: Tensor, back: Tensor, top: int) -> Tensor:
@@ -204,11 +212,12 @@ def experts(moe: MoE, x: Tensor, dtype: torch.dtype) -> Tensor:
     back = torch.empty_like(order)
     back[order] = place
     groups = _Spread.apply(rows, at, back, moe.top).split(sizes)  # type: ignore[no-untyped-call]  # torch gives it no types
-    shares = torch.zeros(len(at)).index_put((place,), weights.flatten()[order]).to(dtype)[:, None].split(sizes)
-    wide = torch.cat([moe.gate.weight.unflatten(0, (-1, moe.inter)), moe.up.weight.unflatten(0, (-1, moe.inter))], 1).to(dtype).unbind()
-    narrow = moe.down.weight.unflatten(1, (-1, moe.inter)).to(dtype).unbind(1)
+    shares = torch.zeros(len(at)).index_put((place,), weights.flatten()[order]).to(dtype)[:, None]
+    width = x.shape[1]
+    wide = torch.cat([moe.gate.weight.view(-1, moe.inter, width), moe.up.weight.view(-1, moe.inter, width)], 1).to(dtype).unbind()
+    narrow = moe.down.weight.view(width, -1, moe.inter).to(dtype).unbind(1)
     made = []
-    for group, share, into, out in zip(groups, shares, wide, narrow, strict=False):
+    for group, share, into, out in zip(groups, torch.split(shares, sizes), wide, narrow, strict=False):
         gate, up = F.linear(group, into).chunk(2, -1)
         made.append(F.linear(F.silu(gate) * up * share, out))
     gate, up = F.linear(rows, wide[-1]).chunk(2, -1)

@@ -25,14 +25,19 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     for _ in range(_ITERATIONS):
         square = x @ x.mT
         x = a * x + (b * square + c * (square @ square)) @ x
-    return (x if wide else x.mT).to(matrices.dtype)
+    out: Tensor = (x if wide else x.mT).to(matrices.dtype)
+    return out
 
 
 class Muon(torch.optim.Optimizer):
     """Of (weight, view) pairs: `view` gives a tensor of the weight's shape as (n, rows, columns), sharing its memory."""
 
     def __init__(
-        self, weights: list[tuple[Tensor, Callable[[Tensor], Tensor]]], lr: float, momentum: float = 0.95, dtype: torch.dtype = torch.float32
+        self,
+        weights: list[tuple[Tensor, Callable[[Tensor], Tensor]]],
+        lr: float,
+        momentum: float = 0.95,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__([weight for weight, _ in weights], {"lr": lr, "momentum": momentum})
         self._views = {id(weight): view for weight, view in weights}
@@ -56,5 +61,5 @@ class Muon(torch.optim.Optimizer):
             found.setdefault(tuple(update.shape[1:]), []).append((update, target))
         for parts in found.values():
             made = orthogonal(torch.cat([update for update, _ in parts]), self._dtype)
-            for (_, target), part in zip(parts, made.split([len(update) for update, _ in parts]), strict=True):
+            for (_, target), part in zip(parts, torch.split(made, [len(update) for update, _ in parts]), strict=True):
                 target.sub_(part, alpha=group["lr"])

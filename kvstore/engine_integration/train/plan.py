@@ -91,4 +91,4 @@ def split(network: Network) -> tuple[list[tuple[Tensor, Callable[[Tensor], Tenso
 def _matrices(weight: Tensor, *, inter: int, columns: bool) -> Tensor:
     if not inter:
         return weight[None]
-    return weight.unflatten(1, (-1, inter)).transpose(0, 1) if columns else weight.unflatten(0, (-1, inter))
+    return weight.view(len(weight), -1, inter).transpose(0, 1) if columns else weight.view(-1, inter, weight.shape[1])

@@ -1,4 +1,4 @@
-"""Half of the layers sleep through the first part of a run, which therefore costs half: what is learnt early, a shallow network learns as well.
+"""Half of the layers sleep through the first part of a run: what is learnt early, a shallow network learns as well, at half the cost.
 
 A layer asleep adds nothing to its input: its two last products are zeros, so weights mean the same whether a reader skips it or not.
 Woken, it has what the layer before it learnt, but for these two, and so begins without a jump.

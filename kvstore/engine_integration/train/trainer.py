@@ -175,7 +175,13 @@ class Trainer:
                 for key, kept in _KEPT.items():
                     if key in optimizer.state[weight]:
                         tensors[f"{kept}.{name}"] = optimizer.state[weight][key]
-        meta = {"step": str(self.step), "progress": repr(self.progress), "asleep": json.dumps(sorted(self.asleep)), "identity": self._identity}
+        meta = {
+            "step": str(self.step),
+            "tokens": str(self.plan.tokens(self.step)),
+            "progress": repr(self.progress),
+            "asleep": json.dumps(sorted(self.asleep)),
+            "identity": self._identity,
+        }
         weights.save(self.checkpoint_path, tensors, meta)
 
     def _resume(self) -> None:
