@@ -1,5 +1,5 @@
-"""The small HTTP face of a process: read-only pages on one port. A daemon's are /livez, /readyz, /healthz and /metrics; a client's
-(`serve_metrics`) and the dashboard's are served by the same class.
+"""The small HTTP face of a process: pages on one port, read-only but for a lookup service's questions. A daemon's are /livez, /readyz,
+/healthz and /metrics; a client's (`serve_metrics`) and the dashboard's are served by the same class.
 
 /livez says that this process runs (never looks at peers); /readyz that it may take traffic, with reasons under ?verbose.
 """
@@ -28,6 +28,9 @@ class Request:
     path: str
     query: str
     host: str  # the Host header, as it came; "" without one
+    method: str = "GET"  # or POST, where the server takes bodies
+    content_type: str = ""
+    body: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,10 @@ def daemon_pages(ready: Callable[[], Mapping[str, str]], metrics: Callable[[], b
 class HttpServer:
     """Answers GET and HEAD from construction on; `pages` is called on many threads."""
 
-    def __init__(self, host: str, port: int, pages: Pages) -> None:
-        """Raises OSError where the port cannot be had."""
-        self._server = _Server((host, port), pages)
+    def __init__(self, host: str, port: int, pages: Pages, body_bytes_max: int = 0) -> None:
+        """`body_bytes_max`: above 0, POST is answered, too, with bodies of at most so many bytes. Raises OSError where the port cannot be
+        had."""
+        self._server = _Server((host, port), pages, body_bytes_max)
         self._host = host
         self.port = int(self._server.server_address[1])
         self._closing = False
@@ -92,8 +96,8 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
     request_queue_size = 128  # with the 5 of the library a burst of scrapes would wait a second for its connections
 
-    def __init__(self, address: tuple[str, int], pages: Pages) -> None:
-        self.pages = pages
+    def __init__(self, address: tuple[str, int], pages: Pages, body_bytes_max: int) -> None:
+        self.pages, self.body_bytes_max = pages, body_bytes_max
         self.slots = threading.BoundedSemaphore(REQUESTS_MAX)
         super().__init__(address, _Handler)
 
@@ -152,9 +156,28 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(_Until(self.connection, time.monotonic() + REQUEST_SECONDS))
 
     def do_GET(self) -> None:
-        self.connection.settimeout(REQUEST_SECONDS)
         path, _, query = self.path.partition("?")
-        page = self.server.pages(Request(path, query, self.headers.get("Host", "")))
+        self._send(self.server.pages(Request(path, query, self.headers.get("Host", ""))))
+
+    def do_POST(self) -> None:
+        if not self.server.body_bytes_max:
+            self.send_error(HTTPStatus.NOT_IMPLEMENTED, "Unsupported method ('POST')")  # as for any other method
+            return
+        length = self.headers.get("Content-Length", "")
+        if not length.isascii() or not length.isdigit():
+            self._send(Page(b"say Content-Length\n", status=HTTPStatus.LENGTH_REQUIRED))
+            return
+        if len(length) > 18 or int(length) > self.server.body_bytes_max:
+            self._send(Page(f"at most {self.server.body_bytes_max} bytes\n".encode(), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE))
+            return
+        body = self.rfile.read(int(length))
+        path, _, query = self.path.partition("?")
+        if len(body) == int(length):
+            request = Request(path, query, self.headers.get("Host", ""), "POST", self.headers.get("Content-Type", ""), body)
+            self._send(self.server.pages(request))
+
+    def _send(self, page: Page) -> None:
+        self.connection.settimeout(REQUEST_SECONDS)
         self.send_response(page.status)
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))

@@ -22,6 +22,7 @@ from kvstore.client.agent.process import AgentProcess
 from kvstore.client.agent.process_config import ProcessConfig
 from kvstore.client.agent.process_metrics import AGENT
 from kvstore.kernels import _native
+from kvstore.keys import Namespace
 from kvstore.metrics import (
     AGE_BOUNDS_SECONDS,
     AUDIT,
@@ -37,11 +38,14 @@ from kvstore.metrics import (
     NodeFacts,
 )
 from kvstore.metrics_directory import DIRECTORY
+from kvstore.metrics_lookup import LOOKUP
+from kvstore.modelcard import ModelCard
 from kvstore.server.directory import Directory
 from kvstore.server.directory_config import DirectoryConfig
 from kvstore.server.local import LocalCluster
+from kvstore.server.lookup_service import LookupService, LookupServiceConfig
 
-EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *CLIENT, *WINDOW, *AUDIT, *SERVER, *AGENT)
+EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *LOOKUP, *CLIENT, *WINDOW, *AUDIT, *SERVER, *AGENT)
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
 
 
@@ -210,6 +214,19 @@ def agent_process(map_path: Path, folder: Path) -> Iterator[str]:
     running.close()
 
 
+@contextmanager
+def lookup_service(map_path: Path, files: Path) -> Iterator[str]:
+    """The HTTP address of a lookup service in this process."""
+    space = Namespace(weights="w", kv_dtype="test", layout_digest=SMALL.digest())
+    (files / "card.toml").write_text(ModelCard(name="small", layout=SMALL, namespace=space).to_toml())
+    (files / "key").write_bytes(bytes(range(65, 97)))
+    running = LookupService(LookupServiceConfig(map_path=map_path, model_path=files / "card.toml", ticket_key_path=files / "key", port=0))
+    running.start()
+    yield str(running.facts()["http"])
+    running.request_stop()
+    running.serve_until_stopped()
+
+
 def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_from_the_table(tmp_path: Path) -> None:
     """Name, type, help, labels and their closed lists: straight from the document to what is scraped."""
     found: dict[str, tuple[str, dict[str, set[str]], str]] = {}
@@ -220,10 +237,11 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
         serve_metrics(agent, 0) as port,
         directory() as third,
         agent_process(cluster.map_path, tmp_path) as fourth,
+        lookup_service(cluster.map_path, tmp_path) as fifth,
     ):
         # Of an engine and its server: tests/test_shadow_audit.py and test_engine_server.py ask real ones.
         texts = [generate_latest(metrics.registry_of((*AUDIT, *SERVER), lambda values: None)).decode()]
-        for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third, fourth):
+        for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third, fourth, fifth):
             with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
                 texts.append(answer.read().decode())
         for text in texts:

@@ -230,6 +230,8 @@ ERRORS: Final = {
     "E187": ErrorCode("a socket's path is too long", ("a deep runtime directory",), "name a shorter one with --socket"),
     "E188": ErrorCode("an agent runs already at that socket", ("it was started twice",), "stop that one, or name another with --socket"),
     "E189": ErrorCode("the agent cannot listen for other agents", ("the port is taken", "no address of this host"), "--listen another"),
+    "E197": ErrorCode("a model card names no possible model", ("a section or a digest is missing",), "have the engine write it anew"),
+    "E198": ErrorCode("a lookup service's setting is out of range", (), "the message names the range; see docs/LOOKUP_SERVICE.md"),
     "E201": ErrorCode("a daemon did not start", ("see its log",), "read the log that the message names"),
     "E202": ErrorCode("no node of the cluster answers", ("the cluster is stopped", "wrong map", "network"), "kvstore up, or correct --map"),
     "E302": ErrorCode("a node cannot be spared now", ("others are down",), "bring the others back first"),

@@ -34,6 +34,7 @@ COMMANDS: Final = (
     "node",
     "directory",
     "agent",
+    "lookup-service",
     "status",
     "stats",
     "top",
@@ -185,9 +186,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _modules(argv: Sequence[str]) -> list[tuple[str, ModuleType]]:
     """The command on the line alone, so that no command waits for another's imports; all of them where none is named."""
-    there = [name for name in COMMANDS if importlib.util.find_spec(f"kvstore.cli.{name}")]
+    there = [name for name in COMMANDS if importlib.util.find_spec(_module_of(name))]
     named = next((word for word in argv if word in there), None)
-    return [(name, importlib.import_module(f"kvstore.cli.{name}")) for name in ([named] if named else there)]
+    return [(name, importlib.import_module(_module_of(name))) for name in ([named] if named else there)]
+
+
+def _module_of(command: str) -> str:
+    return f"kvstore.cli.{command.replace('-', '_')}"
 
 
 # What the machine answers and a person can mend; any other OSError that gets this far is our bug.

@@ -19,17 +19,21 @@ if TYPE_CHECKING:
 
 SERVICE: Final = "kvstore.v1.Node"
 WORKERS: Final = 4
+REQUEST_BYTES_MAX: Final = 1 << 20
 
 
 class HealthServer:
     """Serves from `start` on; health says NOT_SERVING until `set_ready(True)`, for "" and for `service`."""
 
-    def __init__(self, host: str, port: int, service: str, add: Callable[[grpc.Server], None] | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, service: str, add: Callable[[grpc.Server], None] | None = None, *,
+        workers: int = WORKERS, request_bytes_max: int = REQUEST_BYTES_MAX,
+    ) -> None:  # fmt: skip
         """`add` puts the service itself into the server, where it has calls. Raises OSError where the port cannot be had."""
         self._service = service
         self._server = grpc.server(
-            ThreadPoolExecutor(WORKERS, "kvstore-grpc"),
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1 << 20)],
+            ThreadPoolExecutor(workers, "kvstore-grpc"),
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", request_bytes_max)],
             maximum_concurrent_rpcs=64,
         )
         self._health = health.HealthServicer()

@@ -1,0 +1,179 @@
+"""The lookup service's process: both faces, probes and metrics, from start to SIGTERM. docs/LOOKUP_SERVICE.md is the text to this."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+from kvstore.clustermap import ClusterMap
+from kvstore.errors import ConfigError
+from kvstore.http import HttpServer, Page, Request, daemon_pages
+from kvstore.metrics_lookup import LookupCounters
+from kvstore.modelcard import ModelCard
+from kvstore.server.log import Log
+from kvstore.server.lookup import DIRECTORY_SECONDS, TOKENS_MAX, Lookups, load_tenants
+from kvstore.server.lookup_faces import BODY_BYTES_MAX, PATH, RUNNING_MAX, Faces
+from kvstore.server.ports import port_fault
+from kvstore.version import version
+
+if TYPE_CHECKING:
+    from kvstore.server.control import HealthServer
+
+SERVICE: Final = "kvstore.v1.Lookup"
+TICKET_KEY_BYTES: Final = (16, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupServiceConfig:
+    """What the process is told; ConfigError E198 for what it cannot be."""
+
+    map_path: Path
+    model_path: Path  # a model card
+    ticket_key_path: Path  # 16 to 64 bytes, the same as the agents'
+    tenants_path: Path | None = None
+    directories: tuple[str, ...] = ()
+    directory_seconds: float = DIRECTORY_SECONDS
+    host: str = "127.0.0.1"
+    port: int = 7398  # gRPC; 0: any free one
+    http_port: int = 0
+    deadline_seconds: float = 0.5
+    tokens_max: int = TOKENS_MAX
+    running_max: int = RUNNING_MAX
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("port", 0, 65535), ("http_port", 0, 65535), ("running_max", 1, 1024)):
+            if not low <= (value := getattr(self, name)) <= high:
+                raise ConfigError("E198", f"lookup service {name} is {value}", fix=f"give {low} to {high}")
+
+
+def read_ticket_key(path: Path) -> bytes:
+    """As agents read it. Raises ConfigError."""
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError("E100", f"ticket key {path}", (error.strerror or str(error)).lower(), "name a file you may read") from None
+    if not TICKET_KEY_BYTES[0] <= len(key) <= TICKET_KEY_BYTES[1]:
+        raise ConfigError("E198", f"ticket key {path}", f"has {len(key)} bytes", "write 16 to 64 random ones, the same as the agents'")
+    return key
+
+
+class LookupService:
+    """A lookup service in this process: `start`, `serve_until_stopped`. `run_lookup_service` adds signals and exit codes."""
+
+    def __init__(self, config: LookupServiceConfig) -> None:
+        self.config = config
+        self.counters = LookupCounters()
+        self.log = Log("lookup-service")
+        self._lookups: Lookups | None = None
+        self._http: HttpServer | None = None
+        self._control: HealthServer | None = None
+        self._stop = threading.Event()
+        self._cluster = ""
+
+    def start(self) -> None:
+        """Serves when it returns. On any error all that was taken is given back."""
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
+
+    def _start(self) -> None:
+        from kvstore.server.control import HealthServer
+
+        config = self.config
+        cluster_map, card = ClusterMap.load(config.map_path), ModelCard.load(config.model_path)
+        self._cluster = cluster_map.cluster_id
+        tenants = load_tenants(config.tenants_path) if config.tenants_path is not None else None
+        self._lookups = Lookups(
+            cluster_map, card, ticket_key=read_ticket_key(config.ticket_key_path), tenants=tenants, directories=config.directories,
+            directory_seconds=config.directory_seconds, deadline_seconds=config.deadline_seconds, tokens_max=config.tokens_max,
+        )  # fmt: skip
+        faces = Faces(self._lookups, self.counters, config.running_max)
+        registry = self.counters.registry()
+
+        def metrics() -> bytes:
+            from prometheus_client import generate_latest
+
+            return generate_latest(registry)
+
+        probes = daemon_pages(lambda: {"stop": "stopping" if self.stopping else ""}, metrics)
+
+        def pages(request: Request) -> Page:
+            if request.path == PATH:
+                return faces.page(request)
+            return probes(request) if request.method == "GET" else Page(b"read-only\n", status=HTTPStatus.METHOD_NOT_ALLOWED)
+
+        with port_fault(config.host, config.http_port, "--http-port"):
+            self._http = HttpServer(config.host, config.http_port, pages, BODY_BYTES_MAX)
+        with port_fault(config.host, config.port, "--listen", "HOST:PORT"):
+            self._control = HealthServer(
+                config.host, config.port, SERVICE, faces.add_to, workers=config.running_max, request_bytes_max=BODY_BYTES_MAX
+            )
+        self._control.start()
+        self._control.set_ready(True)
+        self.log.info(f"kvstore {version()}, lookup service of cluster {self._cluster}, model {card.name}, pid {os.getpid()}")
+        if not config.directories:
+            self.log.info("no window directory named: whether a window entry is at hand is not known here")
+
+    def facts(self) -> dict[str, object]:
+        """What the ready line says. Only while serving."""
+        assert self._control and self._http
+        return {
+            "pid": os.getpid(),
+            "address": self._address(self._control.port),
+            "http": self._address(self._http.port),
+            "cluster": self._cluster,
+        }
+
+    def _address(self, port: int) -> str:
+        return f"[{self.config.host}]:{port}" if ":" in self.config.host else f"{self.config.host}:{port}"
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def request_stop(self) -> None:
+        """Harmless twice."""
+        self._stop.set()
+
+    def serve_until_stopped(self) -> int:
+        """Returns the exit code. Questions that are being answered are finished."""
+        self._stop.wait()
+        if self._control:
+            self._control.set_ready(False)
+        self._close()
+        self.log.info("stopped")
+        return 0
+
+    def _close(self) -> None:
+        if self._control:
+            self._control.close(self.config.deadline_seconds)
+        if self._http:
+            self._http.close()
+        if self._lookups:
+            self._lookups.close()
+        self._control = self._http = self._lookups = None
+
+
+def run_lookup_service(config: LookupServiceConfig) -> int:
+    """Runs one until a signal ends it; returns its exit code. Call it from the main thread. Raises KvstoreError at the start."""
+    service = LookupService(config)
+
+    def on_stop(signum: int, frame: FrameType | None) -> None:
+        if service.stopping:
+            os._exit(128 + signum)
+        service.request_stop()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, on_stop)
+    service.start()
+    print(f"ready {json.dumps(service.facts())}", flush=True)
+    return service.serve_until_stopped()
