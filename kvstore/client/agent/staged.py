@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +12,7 @@ import numpy as np
 from kvstore.client.agent import bodies
 from kvstore.client.agent.attachment import Call, Gone
 from kvstore.client.agent.link import Kind
+from kvstore.client.load import Load
 from kvstore.client.native import U8
 from kvstore.client.values import LoadOutcome, LoadResult, PlaneReady
 from kvstore.errors import KvstoreError, ProtocolError
@@ -113,6 +114,23 @@ class Staged:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
+
+
+class StagedLoad(Load):
+    """A staged load by the name that Client.planes_with gives to who began it: to be cancelled, and asked how it ended."""
+
+    def __init__(self, staged: Staged) -> None:
+        # Not Load's own: the agent runs it.
+        self._staged = staged
+
+    def finish(self) -> LoadResult:
+        return self._staged.finish()
+
+    def planes(self) -> Generator[PlaneReady, None, None]:
+        yield from self._staged.planes()
+
+    def cancel(self) -> None:
+        self._staged.cancel()
 
 
 def _nothing(outcome: LoadOutcome) -> LoadResult:

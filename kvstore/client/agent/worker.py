@@ -31,10 +31,10 @@ from kvstore.client.agent.attachment import Attachment, Call, Gone, attach
 from kvstore.client.agent.keeps import WINDOW_SLOTS
 from kvstore.client.agent.link import Kind
 from kvstore.client.agent.request import RequestWindows
-from kvstore.client.agent.staged import Staged
+from kvstore.client.agent.staged import Staged, StagedLoad
 from kvstore.client.agent.worker_values import ClientFacts, WorkerTicket
 from kvstore.client.buffers import as_rows
-from kvstore.client.load import Hedge, checked_blocks
+from kvstore.client.load import Hedge, Load, checked_blocks
 from kvstore.client.native import U8
 from kvstore.client.store import StoreFuture
 from kvstore.client.ticket import EXTENT, Ticket
@@ -268,7 +268,7 @@ class WorkerAgent:
 
     def planes_with(
         self,
-        began: Callable[[Staged], None] | None,
+        began: Callable[[Load], None] | None,
         ticket: Ticket,
         destination: Any,
         *,
@@ -281,7 +281,7 @@ class WorkerAgent:
         rows = self._destination(destination, wanted)
         with self.stage(ticket, hedge=hedge, deadline_seconds=deadline_seconds, blocks=wanted) as staged:
             if began is not None:
-                began(staged)
+                began(StagedLoad(staged))
             missing = True
             try:
                 for ready in staged.planes():
