@@ -82,8 +82,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         yield running
     finally:
-        running.client.close()
+        stream = running.client.chat.completions.create(**ask("to the end", max_tokens=30_000), stream=True)
+        next(iter(stream))
         process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        running.client.close()
         _, said = process.communicate(timeout=30)
     assert process.returncode == 0, said
     assert "Traceback" not in said

@@ -26,8 +26,7 @@ from kvstore.metrics import AUDIT, SERVER, TableCollector
 
 CONTEXT_TOKENS: Final = 32_768
 CONNECTIONS_MAX: Final = 256
-END_SECONDS: Final = 5.0  # for answers on their way when the server is told to end
-START_SECONDS: Final = 30.0
+END_SECONDS: Final = 3.0  # for answers on their way when the server is told to end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
         )
         http = uvicorn.Config(
             app_of(service), lifespan="off", log_level="warning", access_log=False, server_header=False,
-            limit_concurrency=CONNECTIONS_MAX, timeout_graceful_shutdown=int(END_SECONDS),
+            limit_concurrency=CONNECTIONS_MAX, timeout_graceful_shutdown=int(2 * END_SECONDS),
         )  # fmt: skip
         server = uvicorn.Server(http)
         thread = threading.Thread(target=server.run, args=([listening],), name="kvstore-http", daemon=True)
@@ -86,7 +85,9 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
         finally:
             draining.set()
             server.should_exit = True
-            thread.join(2 * END_SECONDS)
+            thread.join(END_SECONDS)
+            engine.close()  # answers that still run end now, and their clients are told
+            thread.join(END_SECONDS)
 
 
 def _metrics(engine: Engine, agent: Agent, answers: Answers) -> Callable[[], bytes]:
