@@ -40,7 +40,7 @@ SCRIPTS: Final = (
     ("chat 1", "attention.py", (("user", 5), ("user", 1), ("user", 1))),
     ("chat 2", "moe.py", (("user", 4), ("user", 1), ("user", 1))),
     ("chat 3", "rings.py", (("user", 6), ("user", 1), ("user", 1))),
-    ("agent", "model.py", (("system", 20), ("tool", 2), ("tool", 2))),
+    ("agent", "model.py", (("system", 30), ("tool", 2), ("tool", 2))),
 )
 RUNS: Final = ("cold", "warm", "exact", "bounded", "two down")
 
