@@ -8,9 +8,9 @@ help:           ## this list
 setup:          ## Debian packages, .venv, Python packages, native core, the kvstore command
 	@scripts/setup
 
-demo:           ## a 12-node cluster on a real trace, two nodes killed on the way, every byte checked
+demo:           ## a 12-node cluster on a real trace, two nodes killed, every byte checked; an engine cold and warm (ENGINE=no: without)
 	@scripts/setup run
-	@.venv/bin/kvstore demo $(ARGS)
+	@.venv/bin/kvstore demo $(if $(filter no,$(ENGINE)),--no-engine) $(ARGS)
 
 test: setup     ## all tests; SIZE=full runs the long ones too; ARGS goes to pytest
 	@$(PY) -m pytest -n 2 $(ARGS)
