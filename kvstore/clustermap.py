@@ -9,9 +9,10 @@ retention classes) stands in the map and nowhere else. Addresses may change with
     k = 10                               id = "node-00"                    number = 1
     m = 2                                host = "host-a"                   nodes = ["node-00", "node-01"]
     bucket_seconds = 60                  address = "10.0.0.1:7400"         pg_bits = 10
-                                         admin = "10.0.0.1:7401"
-    [classes.chat]                       weight = 1.0
-    id = 2                               disk = "nvme0"
+    directories = ["10.0.0.1:7399"]      admin = "10.0.0.1:7401"
+                                         weight = 1.0
+    [classes.chat]                       disk = "nvme0"
+    id = 2
     keep = "7d"
     share = 1.0
 """
@@ -22,6 +23,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +37,7 @@ from kvstore.units import parse_bytes, parse_seconds
 K_MAX: Final = 32
 M_MAX: Final = 4
 NODES_MAX: Final = 65_536
+DIRECTORIES_MAX: Final = 64
 PG_BITS_MAX: Final = 24
 GROUPS_PER_NODE: Final = 1000  # shards of 1,000 groups: standard deviation 3.2%, the fullest of thousands under +12%
 CLASSES_MAX: Final = 16
@@ -116,6 +119,7 @@ class ClusterMap:
     bucket_seconds: int = 60
     classes: Mapping[str, RetentionClass] = field(default_factory=lambda: {c.name: c for c in DEFAULT_CLASSES})
     rules: Rules = NO_RULES
+    directories: tuple[str, ...] = ()  # "ip:port" of the window directories, the same texts everywhere: keys are spread by them
 
     @cached_property
     def epoch(self) -> int:
@@ -203,6 +207,7 @@ class ClusterMap:
         lines += [f"policy = {_quote(self.rules.policy)}"] if self.rules.policy != "lru" else []
         lines += [f"admit = {_quote(self.rules.admit)}"] if self.rules.admit != "all" else []
         lines += [f"write_budget = {self.rules.write_budget_bytes}"] if self.rules.write_budget_bytes else []
+        lines += [f"directories = [{', '.join(map(_quote, self.directories))}]"] if self.directories else []
         for c in sorted(self.classes.values(), key=lambda c: c.id):
             lines += ["", f"[classes.{c.name}]", f"id = {c.id}", f"keep = {c.keep_seconds!r}"]
             default = next((known.share for known in DEFAULT_CLASSES if known.name == c.name), 1.0)
@@ -246,8 +251,20 @@ def _read(file: TomlFile) -> ClusterMap:
         top.text("admit", "all", pattern="|".join(ADMISSIONS), form=", ".join(ADMISSIONS)),
         top.parsed("write_budget", parse_bytes, 0),
     )
+    directories = _read_directories(top)
     top.done()
-    return ClusterMap(cluster_id, k, m, nodes, epochs, bucket_seconds, classes, rules)
+    return ClusterMap(cluster_id, k, m, nodes, epochs, bucket_seconds, classes, rules, directories)
+
+
+def _read_directories(top: Table) -> tuple[str, ...]:
+    found = tuple(top.texts("directories", []))
+    for address in found:
+        _check_address(top, "directories", address, optional=False)
+    if len(set(found)) != len(found):
+        raise top.fail("E133", "directories", "a directory is listed twice", "list each once")
+    if len(found) > DIRECTORIES_MAX:
+        raise top.fail("E131", "directories", f"{len(found)} directories", f"at most {DIRECTORIES_MAX} in one cluster")
+    return found
 
 
 def _read_classes(top: Table) -> dict[str, RetentionClass]:
@@ -320,14 +337,21 @@ def _read_epochs(tables: list[Table], nodes: Mapping[str, Node], shards_count: i
     return epochs
 
 
+_ADDRESS: Final = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):\d{1,5}"
+_ADDRESS_FORM: Final = "ip:port, as in 10.0.0.1:7400"
+
+
 def _address(table: Table, key: str, default: object) -> str:
     """ "ip:port" or "[ipv6]:port"; "" only where the default says so."""
-    form = "ip:port, as in 10.0.0.1:7400"
-    value = table.text(key, default, pattern=r"|(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):\d{1,5}", form=form)
-    in_range = 0 < int(value.rpartition(":")[2]) < 65536 if value else default is not ...
-    if not in_range:
-        raise table.fail("E132", key, f'"{key}" is "{value}"', f"write {form}")
+    value = table.text(key, default, pattern=rf"|{_ADDRESS}", form=_ADDRESS_FORM)
+    _check_address(table, key, value, optional=default is not ...)
     return value
+
+
+def _check_address(table: Table, key: str, value: str, *, optional: bool) -> None:
+    fits = re.fullmatch(_ADDRESS, value) is not None and 0 < int(value.rpartition(":")[2]) < 65536
+    if not (fits or (optional and not value)):
+        raise table.fail("E132", key, f'"{key}" is "{value}"', f"write {_ADDRESS_FORM}")
 
 
 def _quote(text: str) -> str:

@@ -76,6 +76,7 @@ def test_up_in_words(tmp_path: Path) -> None:
     text = "".join(lines)
     assert text.startswith("kvstore 0.") and "local cluster in ~/.local/share/kvstore/dev" in text
     assert "  ok  nodes      2 of 2, 10+2, 200.0 MB each" in text
+    assert "  ok  windows    directory on 127.0.0.1:" in text
     assert "WARN  losses     reads survive NO host lost" in text
     assert "  ok  self-test  wrote 14.6 MB, read back equal" in text and "Ready in " in text
     process.send_signal(signal.SIGINT)
@@ -95,6 +96,8 @@ def test_a_cluster_of_one_node_works_and_says_what_it_is(tmp_path: Path) -> None
 def test_a_second_up_names_the_first(tmp_path: Path) -> None:
     cli = Cli(tmp_path)
     with up(cli, "--nodes", "1", "--no-self-test") as (ready, _):
+        assert [Path(f"/proc/{each['pid']}").exists() for each in ready["data"]["directories"]] == [True]
+        assert "windows  1 of 1 directory up" in cli.run("status").stdout
         cli.run("up", *SMALL, "--nodes", "1").refused(2, "E120", f"in use by pid {ready['data']['pid']}")
         cli.run("up", *SMALL, "--nodes", "1", "--fresh").refused(2, "E120", f"in use by pid {ready['data']['pid']}")
         assert cli.run("status").code == 0, "and does it no harm"

@@ -159,3 +159,23 @@ def test_group_bits_give_each_daemon_one_to_two_thousand_groups() -> None:
     for count in (1, 2, 12, 13, 14, 100, 1000, 7360):
         per_node = 2 ** pg_bits_for(count, 12) * 12 / count
         assert 1000 <= per_node <= 2048 or count < 12
+
+
+def test_directories_are_optional_and_checked() -> None:
+    assert ClusterMap.parse(GOOD).directories == ()
+    listed = 'directories = ["10.0.0.1:7399", "[::1]:7399"]\n' + GOOD
+    found = ClusterMap.parse(listed)
+    assert found.directories == ("10.0.0.1:7399", "[::1]:7399")
+    assert ClusterMap.parse(found.to_toml()) == found
+    ClusterMap.parse(GOOD).check_successor(found)  # no new epoch is needed
+    assert found.tag == ClusterMap.parse(GOOD).tag
+    for bad, code in (
+        ('["10.0.0.1"]', "E132"),
+        ('["10.0.0.1:0"]', "E132"),
+        ('[""]', "E132"),
+        ('["a:1", "a:1"]', "E133"),
+        ("[7399]", "E132"),
+        (str([f"10.0.0.1:{n}" for n in range(1, 66)]), "E131"),
+    ):
+        with pytest.raises(ConfigError, match=code):
+            ClusterMap.parse(f"directories = {bad}\n" + GOOD)

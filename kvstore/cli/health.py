@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvstore.cli.cluster import NodeReport
 from kvstore.cli.codes import HEALTH
+from kvstore.cli.directories import DirectoryReport
 from kvstore.cli.output import Health
 from kvstore.cluster_view import by_label, group_lists, quantile, retention
 from kvstore.clustermap import ClusterMap
@@ -34,6 +35,7 @@ def evaluate(
     earlier: Mapping[str, NodeReport] | None = None,
     *,
     clients: Sequence[ClientReport] = (),
+    directories: Sequence[DirectoryReport] = (),
     map_age_seconds: float = 0.0,
 ) -> list[Health]:
     """Checks that fire now, worst first. `earlier` reports, by node id, let checks see movement; `map_age_seconds`: for how long the map
@@ -55,6 +57,7 @@ def evaluate(
     found += _versions(up)
     for client in clients:
         found += _client(client)
+    found += [_health("DIRECTORY_DOWN", each.address, f"does not answer: {each.error}") for each in directories if not each.up]
     return sorted(found, key=_rank)
 
 

@@ -96,6 +96,10 @@ def _p99s(cluster_map: ClusterMap, up: Reports) -> str:
     return f"read p99 from {format_seconds(known[0][0])} to {format_seconds(known[-1][0])} ({known[-1][1]})"
 
 
+def _directories(cluster_map: ClusterMap, up: Reports) -> str:
+    return f"{len(cluster_map.directories)} in the map, which kvstore status asks"
+
+
 _VALUES: Final[dict[str, Callable[[ClusterMap, Reports], str]]] = {
     "HOSTS_BELOW_STRIPE": _hosts,
     "HOSTS_NO_MARGIN": _hosts,
@@ -114,4 +118,5 @@ _VALUES: Final[dict[str, Callable[[ClusterMap, Reports], str]]] = {
     "NODE_FLAPPING": _starts,
     "DISK_SLOW": _p99s,
     "DISK_WEAR": _wear,
+    "DIRECTORY_DOWN": _directories,
 }

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvstore.cli.cluster import NodeReport, ask_nodes, find_map, map_path, require_some
+from kvstore.cli.directories import DirectoryReport, ask_directories, directories_line, directory_address
 from kvstore.cli.health import age_words, evaluate, overall
 from kvstore.cli.health_memory import HealthMemory, muted_words
 from kvstore.cli.output import STYLES, Output, rfc3339_now
@@ -43,6 +44,8 @@ examples:
         "--without", metavar="NODE", action="append", default=[], help="judge as if this node or host were gone (repeatable)"
     )
     parser.add_argument("--client", metavar="URL", action="append", default=[], help="look at this client's /metrics, too (repeatable)")
+    text = "look at this window directory, too (repeatable; those of the map are asked in any case)"
+    parser.add_argument("--directory", metavar="ADDRESS", action="append", default=[], help=text)
     parser.add_argument("--fail-on", choices=("warn", "err"), default="err", help="from which severity on the exit code is 1 (default err)")
     parser.add_argument("--nagios", action="store_true", help="one line; exit 0 OK, 1 WARN, 2 ERR, 3 unreachable")
 
@@ -51,14 +54,17 @@ def run(args: argparse.Namespace) -> int:
     cluster_map = find_map(args)
     without = {node.ordinal for name in args.without for node in _taken(cluster_map, name)}
     clients = [client_url(text) for text in args.client]
+    named = [directory_address(text) for text in args.directory]
     reports = ask_nodes(cluster_map, args.settings["timeout"])
     require_some(reports, cluster_map)
     asked = ask_clients(clients, args.settings["timeout"])
     for silent in asked:
         if not silent.up:
             args.out.warn(f"client {silent.url} does not answer: {silent.error}")
+    directories = ask_directories(cluster_map, list(dict.fromkeys([*cluster_map.directories, *named])), args.settings["timeout"])
     path = map_path(args)
-    found = evaluate(cluster_map, reports, clients=asked, map_age_seconds=max(0.0, time.time() - path.stat().st_mtime))
+    age = max(0.0, time.time() - path.stat().st_mtime)
+    found = evaluate(cluster_map, reports, clients=asked, directories=directories, map_age_seconds=age)
     memory = HealthMemory(path)
     health = memory.settle(found)
     memory.save()
@@ -70,11 +76,13 @@ def run(args: argparse.Namespace) -> int:
     losses = placement.losses_survived(lost)
     kept = retention(cluster_map, reports)
     data = _data(cluster_map, reports, losses, word, kept)
+    data["directories"] = [each.data() for each in directories]
     data["mutes"] = [mute.data() for mute in memory.live_mutes()]
     args.out.result(data, health=health, cluster=cluster_map.cluster_id, epoch=cluster_map.epoch)
     if args.nagios:
         return _nagios(args.out, word, health, reports)
-    _show(args.out, cluster_map, reports, health, word, losses, kept, muted_words(memory, health), args.rows or args.verbose)
+    muted, rows = muted_words(memory, health), args.rows or args.verbose
+    _show(args.out, cluster_map, reports, health, word, losses, kept, directories, muted, rows)
     if without:
         _judge(args.out, cluster_map, placement, lost, without, args.without)
     return int(word == "ERR" or (word == "WARN" and args.fail_on == "warn"))
@@ -88,6 +96,7 @@ def _show(
     word: str,
     losses: Losses,
     kept: Sequence[ClassRetention],
+    directories: Sequence[DirectoryReport],
     muted: str,
     rows: bool,
 ) -> None:
@@ -127,6 +136,8 @@ def _show(
         out.line("classes  " + "   ".join(f"{name} {format_bytes(size)}" for name, size in sizes))
     if len(owners := _owners(up)) > 1 or any(each["floor_bytes"] or each["cap_bytes"] for each in owners):
         out.line("owners   " + "   ".join(_owner(each) for each in owners))
+    if directories:
+        out.line("windows  " + directories_line(directories))
     if rows:
         columns = ("node", "state", "address", "pid", "used", "of", "shards", "epoch", "up", "io")
         out.table(columns, [_row(report) for report in sorted(reports, key=lambda report: (report.up, report.node.id))])

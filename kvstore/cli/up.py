@@ -30,6 +30,7 @@ K: Final = 10
 M: Final = 2
 FREE_BYTES_MIN: Final = 1 << 30
 CAPACITY_BYTES_MIN: Final = 64_000_000
+DIRECTORIES_MAX: Final = 16
 WATCH_SECONDS: Final = 1.0
 
 
@@ -56,6 +57,7 @@ It listens on 127.0.0.1 only, with no passwords: it is for one machine.
     parser.add_argument("--policy", metavar="NAME", help="what goes when room is needed: lru, s3fifo or sieve (default lru)")
     parser.add_argument("--admit", metavar="RULE", help="what is written: all, or what was asked for before: second-touch (default all)")
     parser.add_argument("--write-budget", metavar="SIZE", help="bytes a day and node; past it, writes as with second-touch, then none")
+    parser.add_argument("--directories", metavar="N", type=int, default=1, help="window directories beside the nodes (default 1)")
     parser.add_argument("--fresh", action="store_true", help="erase what the directory holds first")
     text = f"also serve the page of kvstore dashboard (default port {DASHBOARD_PORT})"
     parser.add_argument("--dashboard", metavar="PORT", nargs="?", const=str(DASHBOARD_PORT), help=text)
@@ -74,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         out.step("ok", "checks", _checks(cluster, args.settings["port"]))
         cluster.start()
         out.step("ok", "nodes", _nodes(cluster))
+        if addresses := cluster.map.directories:
+            out.step("ok", "windows", f"directory on {', '.join(addresses)}")
         losses = Placement(cluster.map).losses_survived()
         if not losses.full:
             out.step("WARN", "losses", str(losses))
@@ -105,6 +109,8 @@ def _cluster(args: argparse.Namespace, directory: Path) -> LocalCluster:
         raise UsageError(
             "E131", f"--capacity {settings['capacity']} bytes", fix=f"give each node {format_bytes(CAPACITY_BYTES_MIN)} or more"
         )
+    if not 0 <= args.directories <= DIRECTORIES_MAX:
+        raise UsageError("E131", f"--directories {args.directories}", fix=f"write a whole number from 0 to {DIRECTORIES_MAX}")
     return LocalCluster(
         directory,
         settings["nodes"],
@@ -116,6 +122,7 @@ def _cluster(args: argparse.Namespace, directory: Path) -> LocalCluster:
         base_port=settings["port"],
         extra_arguments=[word for owner in settings.owners for word in ("--owner", owner.argument)],
         fresh=args.fresh,
+        directories=args.directories,
     )
 
 
@@ -130,7 +137,7 @@ def _checks(cluster: LocalCluster, port: int) -> str:
     if wanted > free:
         text += f" (less than {cluster.nodes_count} x {format_bytes(cluster.capacity_bytes)}: nodes will fill the disk and then evict)"
     if port:
-        text += f", ports {port}-{port + PORTS_PER_NODE * cluster.nodes_count - 1}"
+        text += f", ports {port}-{port + PORTS_PER_NODE * cluster.nodes_count + cluster.directories_count - 1}"
     return text
 
 
@@ -169,6 +176,10 @@ def _ready(out: Output, cluster: LocalCluster, seconds: float, tested: dict[str,
             }
             for node in nodes
         ],
+        "directories": [
+            {"address": address, "http_address": cluster.ready[at].get("http"), "pid": cluster.pid(at), "log": str(cluster.log_path(at))}
+            for at, address in enumerate(cluster.map.directories, cluster.nodes_count)
+        ],
     }
     out.frame(data, cluster=cluster.map.cluster_id, epoch=cluster.map.epoch)
 
@@ -177,11 +188,11 @@ def _watch(cluster: LocalCluster, out: Output, stop: threading.Event) -> None:
     """Until a signal. A daemon that ends by itself is told once; a person who kills one to see what happens wants it to stay down."""
     told: set[int] = set()
     while not stop.wait(WATCH_SECONDS):
-        for node in range(cluster.nodes_count):
-            if not cluster.alive(node) and node not in told:
-                told.add(node)
-                out.warn(f"node-{node:02} ended; its log: {cluster.log_path(node)}")
-        if len(told) == cluster.nodes_count:
+        for member in range(cluster.nodes_count + cluster.directories_count):
+            if not cluster.alive(member) and member not in told:
+                told.add(member)
+                out.warn(f"{cluster.log_path(member).stem} ended; its log: {cluster.log_path(member)}")
+        if told >= set(range(cluster.nodes_count)):
             raise Unreachable("E201", "every node has ended", fix=f"read the logs in {cluster.directory}")
 
 

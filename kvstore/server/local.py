@@ -3,6 +3,7 @@
     DIRECTORY/map.toml            the cluster map: node i is "node-<i>", its own host, so that killing one process is losing a host
     DIRECTORY/node-00/            data of node 0, kept between starts
     DIRECTORY/node-00.log, .pid   what it said on stderr; its process id while it runs
+    DIRECTORY/directory-00.log, .pid   the same of a window directory, where there is one
     DIRECTORY/lock                held while a LocalCluster runs here, with its pid inside
 
 Daemons end in order when the process that started them is killed (kvstore.server.child). Not safe for use by several threads at once.
@@ -34,12 +35,16 @@ from kvstore.errors import ConfigError, DirectoryInUse, Unreachable
 from kvstore.version import module_command
 
 HOST: Final = "127.0.0.1"
-PORTS_PER_NODE: Final = 3  # data, gRPC, HTTP: all data ports first, then all gRPC ports, then all HTTP ports
+PORTS_PER_NODE: Final = (
+    3  # data, gRPC, HTTP: all data ports first, then all gRPC ports, then all HTTP ports; then one of each window directory
+)
 LOG_TAIL_BYTES: Final = 4096
 
 
 class LocalCluster:
-    """N daemons and their map. `start()` returns when all serve; leaving the context stops them. Data stays in `directory`."""
+    """N daemons and their map. `start()` returns when all serve; leaving the context stops them. Data stays in `directory`.
+
+    Window directories, where asked for, count on where the nodes end: `kill(cluster.nodes_count)` ends the first one."""
 
     def __init__(
         self,
@@ -59,10 +64,12 @@ class LocalCluster:
         start_seconds: float = 60.0,
         stop_seconds: float = 20.0,
         fresh: bool = False,
+        directories: int = 0,
+        directory_arguments: Sequence[str] = (),
     ) -> None:
         """`capacity_bytes` is each node's. `io` None lets the daemon choose. `base_port` 0 takes any free ports. `extra_arguments` go to
-        every daemon. `fresh`: the first start() erases what an earlier cluster left here. Raises ConfigError where `directory` holds a
-        cluster of another shape."""
+        every node, `directory_arguments` to each of the `directories` window directories. `fresh`: the first start() erases what an
+        earlier cluster left here. Raises ConfigError where `directory` holds a cluster of another shape."""
         self.directory = Path(directory)
         self.nodes_count = nodes
         self.capacity_bytes = capacity_bytes
@@ -72,9 +79,11 @@ class LocalCluster:
         self.start_seconds = start_seconds
         self.stop_seconds = stop_seconds
         self.map_path = self.directory / "map.toml"
-        self.ready: list[dict[str, Any]] = [{} for _ in range(nodes)]
+        self.directories_count = directories
+        self.directory_arguments = tuple(directory_arguments)
+        self.ready: list[dict[str, Any]] = [{} for _ in range(nodes + directories)]
         self._shape = (cluster_id, k, m, bucket_seconds, tuple(classes), rules)
-        self._processes: list[subprocess.Popen[bytes] | None] = [None] * nodes
+        self._processes: list[subprocess.Popen[bytes] | None] = [None] * (nodes + directories)
         self._lock: IO[str] | None = None
         self._kept_ports: list[socket.socket] = []
         self._fresh = fresh
@@ -92,7 +101,7 @@ class LocalCluster:
                 self._choose_ports(fresh=attempt > 0 and self.base_port == 0)
                 self.map.save(self.map_path)
                 try:
-                    self._start_nodes(range(self.nodes_count))
+                    self._start_nodes(range(len(self._processes)))
                     return self
                 except Unreachable as error:
                     # A port that was free a moment ago may be taken now; any other reason is the caller's to see.
@@ -140,8 +149,7 @@ class LocalCluster:
 
     def _await_ports(self, node: int) -> None:
         """The ports of a daemon that was killed a moment ago may still be held by what is left of it."""
-        entry = self.map.nodes[node]
-        ports = [int(address.rpartition(":")[2]) for address in (entry.address, entry.admin_address, entry.metrics_address) if address]
+        ports = [int(address.rpartition(":")[2]) for address in self._addresses_of(node) if address]
         deadline = time.monotonic() + self.stop_seconds
         while not all(port_is_free(port) for port in ports) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -158,13 +166,22 @@ class LocalCluster:
         return self.directory / f"node-{node:02}"
 
     def log_path(self, node: int) -> Path:
-        return self.directory / f"node-{node:02}.log"
+        return self.directory / f"{self._name(node)}.log"
 
     # --- inside ---
 
+    def _name(self, node: int) -> str:
+        return f"node-{node:02}" if node < self.nodes_count else f"directory-{node - self.nodes_count:02}"
+
+    def _addresses_of(self, node: int) -> tuple[str, ...]:
+        if node >= self.nodes_count:
+            return (self.map.directories[node - self.nodes_count],)
+        entry = self.map.nodes[node]
+        return entry.address, entry.admin_address, entry.metrics_address
+
     def _remove_data(self) -> None:
         """Under the lock: no other cluster runs here."""
-        for path in self.directory.glob("node-*"):
+        for path in (*self.directory.glob("node-*"), *self.directory.glob("directory-*")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.map_path.unlink(missing_ok=True)
         self._fresh = False
@@ -185,7 +202,8 @@ class LocalCluster:
                 f'asked for "{cluster_id}" of {self.nodes_count}, {k}+{m}',
                 "ask for the same shape, name another directory, or start empty with --fresh",
             )
-        return replace(found, bucket_seconds=bucket_seconds, classes=planned.classes, rules=rules)
+        directories = found.directories[: self.directories_count]
+        return replace(found, bucket_seconds=bucket_seconds, classes=planned.classes, rules=rules, directories=directories)
 
     def _acquire(self) -> None:
         if self._lock is not None:
@@ -211,23 +229,27 @@ class LocalCluster:
     def _choose_ports(self, fresh: bool) -> None:
         """Keeps the map's ports where they are free; else the ones from base_port on, or any free ones."""
         if self.base_port:
-            ports = list(range(self.base_port, self.base_port + PORTS_PER_NODE * self.nodes_count))
+            ports = list(range(self.base_port, self.base_port + self._ports_count()))
             for port in ports:
                 if not port_is_free(port):
                     raise ConfigError("E107", f"port {port} is taken{port_owner(port)}", fix="stop it, or choose another with --port")
         else:
             kinds = zip(*((n.address, n.admin_address, n.metrics_address) for n in self.map.nodes), strict=True)
-            kept = [int(address.rpartition(":")[2] or 0) for kind in kinds for address in kind]
-            usable = not fresh and min(kept) > 1024 and all(port_is_free(port) for port in kept)
-            ports = kept if usable else free_ports(PORTS_PER_NODE * self.nodes_count)
+            kept = [int(address.rpartition(":")[2] or 0) for kind in (*kinds, self.map.directories) for address in kind]
+            usable = not fresh and len(kept) == self._ports_count() and min(kept) > 1024 and all(port_is_free(port) for port in kept)
+            ports = kept if usable else free_ports(self._ports_count())
         self._keep_ports(ports)
+        ports, directory_ports = ports[: PORTS_PER_NODE * self.nodes_count], ports[PORTS_PER_NODE * self.nodes_count :]
         placed = [_addresses(ports, i) for i in range(self.nodes_count)]
         nodes = tuple(
             replace(node, address=data, admin_address=admin, metrics_address=http)
             for node, (data, admin, http) in zip(self.map.nodes, placed, strict=True)
         )
         epochs = {number: replace(e, nodes=tuple(nodes[n.ordinal] for n in e.nodes)) for number, e in self.map.epochs.items()}
-        self.map = replace(self.map, nodes=nodes, epochs=epochs)
+        self.map = replace(self.map, nodes=nodes, epochs=epochs, directories=tuple(f"{HOST}:{port}" for port in directory_ports))
+
+    def _ports_count(self) -> int:
+        return PORTS_PER_NODE * self.nodes_count + self.directories_count
 
     def _keep_ports(self, ports: Sequence[int]) -> None:
         """Other clusters of this host leave these ports alone while a daemon of ours is down: their UDP twins, unused, are the sign."""
@@ -236,6 +258,8 @@ class LocalCluster:
         self._kept_ports = [twin for port in ports if (twin := _udp_twin(port)) is not None]
 
     def _arguments(self, node: int) -> list[str]:
+        if node >= self.nodes_count:
+            return ["directory", "--listen", *self._addresses_of(node), "--map", str(self.map_path), *self.directory_arguments]
         entry = self.map.nodes[node]
         data, admin, http = (a.rpartition(":")[2] for a in (entry.address, entry.admin_address, entry.metrics_address))
         arguments = ["--data", str(self.node_directory(node)), "--capacity", str(self.capacity_bytes), "--host", HOST]
@@ -249,21 +273,22 @@ class LocalCluster:
             try:
                 self.ready[node] = ready.result(max(0.0, deadline - time.monotonic()))
             except FutureTimeout:
-                what = f"node-{node:02} did not serve in {self.start_seconds:g} s"
+                what = f"{self._name(node)} did not serve in {self.start_seconds:g} s"
                 raise Unreachable("E201", what, self._log_tail(node), f"read {self.log_path(node)}") from None
             except EOFError:
                 code = self._reap(node, self._processes[node], time.monotonic() + self.stop_seconds)
-                what = f"node-{node:02} ended at its start with exit code {code}"
+                what = f"{self._name(node)} ended at its start with exit code {code}"
                 raise Unreachable("E201", what, self._log_tail(node), f"read {self.log_path(node)}") from None
 
     def _spawn(self, node: int) -> Future[dict[str, Any]]:
-        self.node_directory(node).mkdir(parents=True, exist_ok=True)
+        if node < self.nodes_count:
+            self.node_directory(node).mkdir(parents=True, exist_ok=True)
         command = [*module_command("kvstore.server.child"), str(os.getpid()), *self._arguments(node)]
         with self.log_path(node).open("ab") as log:
             # Its own session: Ctrl-C on the terminal reaches the parent alone, which then stops the daemons in order.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
         self._processes[node] = process
-        self.directory.joinpath(f"node-{node:02}.pid").write_text(f"{process.pid}\n")
+        self.directory.joinpath(f"{self._name(node)}.pid").write_text(f"{process.pid}\n")
         ready: Future[dict[str, Any]] = Future()
         assert process.stdout is not None
         threading.Thread(target=_read_stdout, args=(process.stdout, ready), name=f"kvstore-stdout-{node}", daemon=True).start()
@@ -278,7 +303,7 @@ class LocalCluster:
             process.kill()
             process.wait()
         self._processes[node] = None
-        self.directory.joinpath(f"node-{node:02}.pid").unlink(missing_ok=True)
+        self.directory.joinpath(f"{self._name(node)}.pid").unlink(missing_ok=True)
         return process.returncode
 
     def _stop_nodes(self) -> None:
