@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,22 +23,25 @@ from cli_tool import Cli
 from client_tools import until
 
 from kvstore.cli.main import main
+from kvstore.clustermap import ClusterMap, Node
 from kvstore.engine_integration.engine import EngineConfig
 from kvstore.engine_integration.model import TINY, hit_tokens_max
 from kvstore.engine_integration.model.weights import save
 from kvstore.engine_integration.server.template import Template
+from kvstore.kernels import _native
 from kvstore.metrics import SERVER
 
 TEMPLATE = Template(TINY)
 QUESTION = "def resume(prompt, blocks_found, entries):\n" * 4
-SERVE = ("engine", "serve", "--model", "tiny", "--listen", "127.0.0.1:0", "--nodes", "4", "--queue", "2")
+SERVE = ("engine", "serve", "--model", "tiny", "--listen", "127.0.0.1:0", "--queue", "2")
 
 
 class Served:
     """A server of this module: its address, its client, its counters."""
 
     def __init__(self, started: dict[str, Any]) -> None:
-        self.url, self.node_pids = started["url"], started["node_pids"]
+        self.url, self.node_pids, self.map = started["url"], started["node_pids"], started["map"]
+        self.streams: list[Any] = []  # still open at the end
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def values(self) -> dict[str, float]:
@@ -69,10 +72,27 @@ def ask(text: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """It ends in order on SIGTERM, and its nodes with it."""
+def window_directory() -> Iterator[str]:
+    tag = ClusterMap.local([Node("node-00", "node-00", "127.0.0.1:1")], cluster_id="engine", k=1, m=0).tag
+    server = _native.DirectoryServer("127.0.0.1", 0, cluster16=tag, memory_bytes=16 << 20)
+    yield f"127.0.0.1:{server.port}"
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, window_directory: str) -> Iterator[Served]:
+    """It ends in order on SIGTERM, with its nodes and what it still answers."""
     home = tmp_path_factory.mktemp("home")
-    process = Cli(home).start(*SERVE, "--directory", str(home / "cluster"), "--json")
+    with server(home, window_directory, "--nodes", "4", "--directory", str(home / "cluster")) as running:
+        yield running
+        running.streams.append(running.client.chat.completions.create(**ask("to the end", max_tokens=30_000), stream=True))
+        next(iter(running.streams[0]))
+    assert not [pid for pid in running.node_pids if Path(f"/proc/{pid}").exists()]
+
+
+@contextmanager
+def server(home: Path, window_directory: str, *words: str) -> Iterator[Served]:
+    process = Cli(home).start(*SERVE, "--window-directory", window_directory, *words, "--json")
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
@@ -82,16 +102,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         yield running
     finally:
-        stream = running.client.chat.completions.create(**ask("to the end", max_tokens=30_000), stream=True)
-        next(iter(stream))
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="shutting down"):
-            list(stream)
-        running.client.close()
+        with closing(running.client):
+            for stream in running.streams:  # what runs when the server is told to end is told so
+                with pytest.raises(openai.APIError, match="shutting down"):
+                    list(stream)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 0, said
     assert "Traceback" not in said
-    assert not [pid for pid in running.node_pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_the_second_turn_takes_all_that_the_first_left_from_the_cache(served: Served) -> None:
@@ -126,6 +144,24 @@ def test_the_second_turn_takes_all_that_the_first_left_from_the_cache(served: Se
     assert off["window"] == "none" and not off["hit"], "resume: off computes it all"
     if cache["depth"] == 0:
         assert again.choices[0].message.content == second.choices[0].message.content
+
+
+def test_a_turn_that_goes_to_another_server_hits_there_too(served: Served, window_directory: str, tmp_path: Path) -> None:
+    first = served.client.chat.completions.create(**ask(QUESTION + "elsewhere", max_tokens=40))
+    said = first.choices[0].message.content
+    messages = [
+        {"role": "user", "content": QUESTION + "elsewhere"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "?" * 20},
+    ]
+    served.until_stored()
+    with server(tmp_path, window_directory, "--map", served.map) as other:
+        second = other.client.chat.completions.create(**{**ask(""), "messages": messages, "max_tokens": 4})
+        cache = (second.model_extra or {})["kvstore"]
+        assert cache["window"] == "hit" and cache["cached_tokens"] > 150 and cache["depth"] == 0
+        assert other.values()['kvstore_window_takes_total{where="peer"}'] == 1
+    again = served.client.chat.completions.create(**{**ask(""), "messages": messages, "max_tokens": 4})
+    assert again.choices[0].message.content == second.choices[0].message.content
 
 
 def test_a_stream_says_what_the_whole_says_and_ends_with_usage(served: Served) -> None:
