@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Final
 
 import numpy as np
@@ -178,15 +178,18 @@ class HandoffInbox:
 
     # --- for the decode side ---
 
-    def take(self, handoff_id: bytes | None = None, deadline_seconds: float = 0.0, owner: str = "") -> Arrival | None:
+    def take(
+        self, handoff_id: bytes | None = None, deadline_seconds: float = 0.0, owner: str = "", *, whole: bool = False
+    ) -> Arrival | None:
         """The arrival with that id, or the oldest that nobody took: as soon as it was offered, so that its sections can be used while
-        others are still on their way. It is the caller's to release. None at the deadline."""
+        others are still on their way, or with `whole` once all of it is there. It is the caller's to release. None at the deadline."""
         with self._changed:
             found: list[Arrival] = []
 
             def there() -> bool:
                 waiting = self._arrivals.values() if handoff_id is None else filter(None, [self._arrivals.get(handoff_id)])
-                found[:] = [arrival for arrival in waiting if not arrival.taken][:1]
+                ready = (a for a in waiting if not a.taken and (not whole or a.state is ArrivalState.COMPLETE))
+                found[:] = islice(ready, 1)
                 return bool(found)
 
             if not self._changed.wait_for(there, deadline_seconds):
@@ -261,7 +264,9 @@ class HandoffInbox:
         arrival = self._arrivals.get(handoff_id)
         status = Status.NOT_FOUND if arrival is None else arrival._commit(digest, self._clock())
         if status is Status.OK:
-            self._count("committed")
+            with self._changed:
+                self._counts["committed"] += 1
+                self._changed.notify_all()
         return status
 
     def abort(self, handoff_id: bytes) -> Status:

@@ -9,22 +9,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
 from kvstore.client.agent.agent import Agent
+from kvstore.client.agent.handoff import HandoffOutcome
 from kvstore.client.client import Client
 from kvstore.client.load import Load
 from kvstore.client.values import LoadOutcome
 from kvstore.engine_integration.engine.audit import ShadowAudit
 from kvstore.engine_integration.engine.cache import Cache, Found
+from kvstore.engine_integration.engine.handing import Give, pack, settings_of
 from kvstore.engine_integration.engine.options import EngineConfig, RequestOptions
 from kvstore.engine_integration.engine.request import FinishReason, Request
 from kvstore.engine_integration.engine.resuming import Mode
 from kvstore.engine_integration.engine.task import Phase, Task
 from kvstore.engine_integration.engine.windows import HostCache
+from kvstore.engine_integration.model.handover import Buffer, told
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.pages import Pages, page_bytes
 from kvstore.engine_integration.model.state import Bytes
@@ -68,32 +72,59 @@ class Engine:
 
     # --- callers ---
 
-    def submit(self, prompt: list[int], *, options: RequestOptions | None = None) -> Request:
-        """Begins to answer; returns at once. Raises MisuseError for a prompt that is empty, has ids that are no tokens (E590), or does
-        not fit the engine's memory with its answer (E594); Closed after close(). A full queue is no fault: the request ends as "busy"."""
+    def submit(self, prompt: list[int], *, options: RequestOptions | None = None, give: Give | None = None) -> Request:
+        """Begins to answer; returns at once. `give`: once the first token is said, called on an I/O thread with all of the request; where
+        it says DONE another process goes on, and the request ends here as "handed_over"; else it goes on here.
+
+        Raises MisuseError for a prompt that is empty, has ids that are no tokens (E590), or does not fit the engine's memory with its
+        answer (E594); Closed after close(). A full queue is no fault: the request ends as "busy"."""
         options = options or RequestOptions()
-        size, vocabulary = self.model.config.block, self.model.config.vocabulary
+        vocabulary = self.model.config.vocabulary
         if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
             what = f"ids from {min(prompt)} to {max(prompt)}" if prompt else "is empty"
             raise MisuseError("E590", "prompt", what, f"give at least one id; ids are 0 to {vocabulary - 1}")
-        need = (len(prompt) + options.max_tokens + self.model.config.spare) // size + 1
-        assert self.pages.capacity is not None
-        if need > self.pages.capacity:
-            cause = f"{need} blocks of {size} tokens, the engine has room for {self.pages.capacity}"
-            raise MisuseError("E594", f"prompt of {len(prompt)} tokens and an answer of {options.max_tokens}", cause, "raise cache_bytes")
+        self._check_room(len(prompt), options)
         if self.cache.host is not None and options.retention_class not in (classes := self.cache.host.client.map.classes):
             fix = f"use one of {', '.join(sorted(classes))}"
             raise MisuseError("E598", f"retention class {options.retention_class!r}", "is not in the cluster map", fix)
+        task = self._task(prompt, options)
+        task.give = give
+        return self._begin(task)
+
+    def take_over(self, sections: Mapping[str, Buffer], *, secret: bytes = b"") -> Request:
+        """Goes on with a request that another process began; its stream begins with what was said there. `sections` must stay as they are
+        until it has room; `secret`: the tenant's, where it has one. Raises LayoutError E576 for bytes that are no request of this model,
+        MisuseError E594 where it does not fit the engine's memory, Closed."""
+        tokens, prompt_tokens, sampler = told(self.model, sections)
+        options, resume, worth, stored_blocks = settings_of(sampler, secret)
+        if self.cache.host is not None and options.retention_class not in self.cache.host.client.map.classes:
+            options = replace(options, retention_class="chat")
+        self._check_room(prompt_tokens, options)
+        task = self._task(tokens[:prompt_tokens], options)
+        task.tokens, task.taken, task.resume, task.worth, task.stored_blocks = tokens, sections, resume, worth, stored_blocks
+        return self._begin(task)
+
+    def _task(self, prompt: list[int], options: RequestOptions) -> Task:
         request = Request(list(prompt), options)
         request.on_cancel(lambda: self._post(lambda: None))
         speculate = self.config.speculate if options.speculate is None else options.speculate
-        task = Task(request, self.model, self.cache, Mode.of(options, self.config), speculate, self.audit)
+        return Task(request, self.model, self.cache, Mode.of(options, self.config), speculate, self.audit)
+
+    def _begin(self, task: Task) -> Request:
         with self._changed:
             if self._closing:
                 raise Closed("E597", "engine", "is closed", "make a new one")
             self._mail.append(lambda: self._submitted(task))
             self._changed.notify_all()
-        return request
+        return task.request
+
+    def _check_room(self, prompt_tokens: int, options: RequestOptions) -> None:
+        size = self.model.config.block
+        need = (prompt_tokens + options.max_tokens + self.model.config.spare) // size + 1
+        assert self.pages.capacity is not None
+        if need > self.pages.capacity:
+            cause = f"{need} blocks of {size} tokens, the engine has room for {self.pages.capacity}"
+            raise MisuseError("E594", f"prompt of {prompt_tokens} tokens and an answer of {options.max_tokens}", cause, "raise cache_bytes")
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start and gauges of now, by plain name; docs/ENGINE.md lists them."""
@@ -170,7 +201,8 @@ class Engine:
             self._end(task, "busy")
             return
         self._waiting.append(task)
-        self._look(task)
+        if task.taken is None:
+            self._look(task)
 
     def _look(self, task: Task) -> None:
         """Finds out what is there, on another thread."""
@@ -200,13 +232,14 @@ class Engine:
         for task in list(self._waiting):
             if len(self._running) >= self.config.running_max:
                 return
-            if task.found is None:
-                continue  # others need not wait for its lookup
-            if task.found.ticket is not None and task.found.rows is None and self._expired(task.found):
-                self._look(task)
-                continue
+            if task.taken is None:
+                if task.found is None:
+                    continue  # others need not wait for its lookup
+                if task.found.ticket is not None and task.found.rows is None and self._expired(task.found):
+                    self._look(task)
+                    continue
             try:
-                if not task.start(task.found, self.pages):
+                if not (task.start_taken(self.pages) if task.found is None else task.start(task.found, self.pages)):
                     return
             except Exception as error:
                 self._fail(task, error)
@@ -214,7 +247,8 @@ class Engine:
             self._waiting.remove(task)
             self._running.append(task)
             task.queue_seconds = time.monotonic() - task.request.submitted_seconds - task.lookup_seconds
-            self._load(task)
+            if task.found is not None:
+                self._load(task)
 
     def _expired(self, found: Found) -> bool:
         assert found.ticket is not None and self.cache.host is not None
@@ -318,13 +352,40 @@ class Engine:
             self.counts["prefill_tokens"] += rows
             if task.finished is not None and task.phase is Phase.RUNNING:
                 self._end(task, task.finished)
+            elif task.give is not None and task.answering and task.phase is Phase.RUNNING:
+                self._hand_over(task, task.give)
         return done
+
+    def _hand_over(self, task: Task, give: Give) -> None:
+        """Gives it away, on another thread; what that thread sends is a copy."""
+        try:
+            task.store()
+            sections = pack(task)
+        except Exception as error:
+            self._fail(task, error)
+            return
+        task.give, task.giving = None, True
+
+        def work() -> None:
+            try:
+                outcome = give(sections)
+            except Exception:  # whatever it is: the request can still be answered here
+                outcome = HandoffOutcome.LOST
+            self._post(lambda: self._handed_over(task, outcome))
+
+        self._io.submit(work)
+
+    def _handed_over(self, task: Task, outcome: HandoffOutcome) -> None:
+        task.giving = False
+        self.counts["handed_over" if outcome is HandoffOutcome.DONE else "handoffs_failed"] += 1
+        if outcome is HandoffOutcome.DONE:
+            self._end(task, "handed_over")
 
     def _step(self) -> int:
         """One step of each answer."""
         done = 0
         for task in list(self._running):
-            if task.phase is not Phase.RUNNING or task.prefilling or task.state is None or task.releasing:
+            if task.phase is not Phase.RUNNING or task.prefilling or task.state is None or task.releasing or task.giving:
                 continue
             room = task.room_for_guesses()
             if not self._make_room(task, task.state.length + 1 + room):

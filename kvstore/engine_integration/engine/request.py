@@ -12,7 +12,7 @@ from typing import Final, Literal
 from kvstore.engine_integration.engine.options import RequestOptions
 from kvstore.errors import DeadlineExceeded
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "busy", "closed", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "busy", "closed", "error", "handed_over"]
 _numbers: Final = itertools.count(1)
 
 
@@ -29,7 +29,8 @@ class Response:
     """The answer, and how it came about."""
 
     tokens: list[int]
-    finish_reason: FinishReason  # stop, length: whole. cancelled, deadline, closed: cut short. busy: the queue was full, nothing was done
+    finish_reason: FinishReason  # stop, length: whole. cancelled, deadline, closed: cut short. busy: the queue was full, nothing was done.
+    # handed_over: another process goes on
     prompt_tokens: int
     cached_tokens: int  # of the prompt, neither computed nor replayed
     window: Literal["none", "hit", "older", "exact", "bounded"]  # how the encoder's windows at the hit came about; none: nothing was hit

@@ -8,7 +8,7 @@ DONE      holds nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from enum import Enum
 from typing import Final
 
@@ -20,9 +20,11 @@ from kvstore.client.load import Load
 from kvstore.client.values import Fidelity
 from kvstore.engine_integration.engine.audit import Recording, ShadowAudit
 from kvstore.engine_integration.engine.cache import Cache, Found
+from kvstore.engine_integration.engine.handing import Give
 from kvstore.engine_integration.engine.request import FinishReason, Request, Response
 from kvstore.engine_integration.engine.resuming import Mode, Worth, worth
 from kvstore.engine_integration.engine.sampling import choose
+from kvstore.engine_integration.model.handover import Buffer, import_handoff
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.pages import Pages
 from kvstore.engine_integration.model.resume import Resume, WindowUse
@@ -64,8 +66,12 @@ class Task:
         self._stored = 0  # handed over by this request
         self._missed_tokens = 0  # where the hit ended and no window entry was
         self._kept_to = 0  # window entries up to here were kept or left out
+        self.last_output = torch.zeros(model.config.d)  # the decoder's, of the last computed row
         self._outputs: list[Tensor] = []  # the decoder's, of rows the draft layer has not seen
-        self._resume = Resume(WindowUse.NONE, 0, 0, False, 0, False)  # of the start that gave the first token
+        self.give: Give | None = None  # where to, once the first token is said
+        self.giving = False  # an I/O thread gives it away: no step until it is known whether it was taken
+        self.taken: Mapping[str, Buffer] | None = None  # all of it, from another process, until it has room here
+        self.resume = Resume(WindowUse.NONE, 0, 0, False, 0, False)  # of the start that gave the first token
         self.load_outcome = "none"
         self.queue_seconds = self.lookup_seconds = self.load_seconds = self.prefill_seconds = self.ttft_seconds = 0.0
         self.guessed = self.accepted = self.preemptions = 0
@@ -99,7 +105,25 @@ class Task:
         self._kept_to = found.resume.start_tokens
         self._missed_tokens = 0 if found.resume.window is WindowUse.HIT else found.resume.blocks_end_tokens
         if not self.preemptions:
-            self._resume = found.resume
+            self.resume = found.resume
+        return True
+
+    def start_taken(self, pages: Pages) -> bool:
+        """As start, for a request that another process began: nothing is looked up, loaded or computed."""
+        if pages.free < self.blocks_to_start():
+            return False
+        assert self.taken is not None
+        handover = import_handoff(self.model, self.taken, pages)
+        self.taken = None
+        handover.state.reserve(self.blocks_to_start())
+        self.state, self.phase, self.answering = handover.state, Phase.RUNNING, True
+        assert handover.last_output is not None
+        self.last_output = handover.last_output
+        if self.drafts is not None:
+            handover.give_to(self.drafts)
+        self._kept_to = self.state.length
+        self.ttft_seconds = time.monotonic() - self.request.submitted_seconds
+        self.request.give(self.tokens[self.prompt_tokens :])
         return True
 
     def release(self) -> None:
@@ -160,7 +184,7 @@ class Task:
         token = self.tokens[-1]
         guesses: list[int] = []
         if self.drafts is not None and guesses_max:
-            guesses = self.drafts.guess(position, self._last_output, token, guesses_max)
+            guesses = self.drafts.guess(position, self.last_output, token, guesses_max)
         outputs, logits = self.model.run(self.state, [token, *guesses])
         said: list[int] = []
         for row, guess in zip(logits, [*guesses, None], strict=True):
@@ -170,7 +194,7 @@ class Task:
         self.state.rollback(1 + len(guesses) - len(said))
         self.guessed += len(guesses)
         self.accepted += len(said) - 1
-        self._say(said, torch.cat([self._last_output[None], outputs[: len(said)]]), logits)
+        self._say(said, torch.cat([self.last_output[None], outputs[: len(said)]]), logits)
         self._settle()
 
     def _say(self, said: list[int], outputs: Tensor, logits: Tensor) -> None:
@@ -185,7 +209,7 @@ class Task:
         if self.recording is not None:
             for token, row in zip(said, logits, strict=False):
                 self.recording.add(token, row)
-        self._last_output = outputs[-1]
+        self.last_output = outputs[-1]
         self._outputs, self.answering = [], True
         if not self.ttft_seconds:
             self.ttft_seconds = time.monotonic() - self.request.submitted_seconds
@@ -247,7 +271,7 @@ class Task:
     def response(self, reason: FinishReason) -> Response:
         return Response(
             tokens=self.tokens[self.prompt_tokens :], finish_reason=reason, prompt_tokens=self.prompt_tokens,
-            cached_tokens=self._resume.hit_tokens, window=self._resume.window.value, replayed_tokens=self._resume.replayed_tokens,
+            cached_tokens=self.resume.hit_tokens, window=self.resume.window.value, replayed_tokens=self.resume.replayed_tokens,
             approximate_tokens=self.worth.approximate_tokens, depth=self.worth.depth, ttft_seconds=self.ttft_seconds,
             queue_seconds=self.queue_seconds, lookup_seconds=self.lookup_seconds, load_seconds=self.load_seconds,
             prefill_seconds=self.prefill_seconds, total_seconds=time.monotonic() - self.request.submitted_seconds,

@@ -170,6 +170,12 @@ def blocks_needed(model: Model, sections: Sequence[tuple[str, int]]) -> int:
     return sum(size for name, size in sections if name.startswith("blocks.")) // model.layout.block_bytes + 1
 
 
+def told(model: Model, sections: Mapping[str, Buffer]) -> tuple[list[int], int, bytes]:
+    """Tokens, how many of them are the prompt, and the sampler's bytes, before anything is taken over. Raises LayoutError E576."""
+    head = _checked(model, sections)
+    return _bytes(sections["tokens"]).view("<u4").tolist(), head.prompt_tokens, _bytes(sections["sampler"]).tobytes()
+
+
 def import_handoff(model: Model, sections: Mapping[str, Buffer], pages: Pages | None = None) -> Handover:
     """The request as it was: bytes are copied, `sections` may go. `pages`: where its rows are to lie.
 
