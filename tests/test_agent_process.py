@@ -19,13 +19,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agent_tools import AgentUnderTest, agent_of, worker_of
+from cli_tool import Cli
 from client_tools import SMALL, V41, Blocks, bytes_of, chain, cluster_of, until
 
 from kvstore.client import Client, LoadOutcome, StoreOutcome
 from kvstore.client.agent.attachment import control
+from kvstore.client.agent.directory import DirectoryClient
+from kvstore.client.agent.handoff import HandoffOutcome
 from kvstore.client.agent.link import HEADER, MAGIC, VERSION, Kind
 from kvstore.client.agent.worker import WorkerAgent
 from kvstore.errors import LayoutError, MisuseError, ProtocolError, Unreachable
+from kvstore.kernels import _native
 from kvstore.keys import Keys
 from kvstore.server.local import LocalCluster
 
@@ -525,8 +529,6 @@ def test_status_and_metrics_tell_pins_and_workers(site: Site) -> None:
 
 
 def test_a_second_agent_on_the_same_socket_is_refused_and_a_stale_socket_is_not(site: Site, tmp_path: Path) -> None:
-    from cli_tool import Cli
-
     cli = Cli(tmp_path)
     cli.run("agent", "--map", str(site.cluster.map_path), "--socket", str(site.path)).refused(2, "an agent answers there")
     stale = tmp_path / "a.sock"
@@ -577,23 +579,38 @@ def test_sigterm_drains_within_its_bound_and_says_what_was_cut(site: Site, tmp_p
         assert agent.end() == 0
 
 
-def test_a_drain_gives_the_windows_to_another_agent(site: Site, tmp_path: Path) -> None:
+@pytest.fixture
+def directory(site: Site) -> Iterator[str]:
+    server = _native.DirectoryServer("127.0.0.1", 0, cluster16=site.cluster.map.tag, memory_bytes=16 << 20)
+    yield f"127.0.0.1:{server.port}"
+    server.stop()
+
+
+def test_a_drain_gives_the_windows_to_another_agent_and_the_directory_follows(site: Site, tmp_path: Path, directory: str) -> None:
     keys = chain(12, V41)
     entries = {block * 128: os.urandom(1_415_040) for block in (3, 4, 7, 12)}
     one, two = tmp_path / "one.sock", tmp_path / "two.sock"
+    asked = np.stack([keys[tokens // 128 - 1] for tokens in entries])
     with (
-        agent_of(site.cluster.map_path, one, *LIMITS) as ending,
-        agent_of(site.cluster.map_path, two, *LIMITS) as taking,
+        agent_of(site.cluster.map_path, one, *LIMITS, "--directory", directory) as ending,
+        agent_of(site.cluster.map_path, two, *LIMITS, "--directory", directory) as taking,
         WorkerAgent(two, layout=V41) as other,
+        DirectoryClient((directory,), cluster=site.cluster.map.tag, deadline_seconds=5) as asks,
     ):
+
+        def holders() -> set[str]:
+            return {holder.address for places in asks.locate(asked) for holder in places}
+
         with WorkerAgent(one, layout=V41) as worker:
             for tokens, entry in entries.items():
                 assert worker.keep_window(keys, tokens, entry)
             assert worker.windows_at(keys, 512) == {384, 512}
+            until(lambda: holders() == set(ending.status()["addresses"]), "the directory to be told")
         (address,) = taking.status()["addresses"]
         told = json.loads(control(str(one), Kind.DRAIN, json.dumps({"seconds": 20, "to": address}).encode(), 30))
         assert (told["finished"], told["windows_moved"], told["windows_left"]) == (True, 4, 0)
         assert ending.end() == 0
+        until(lambda: holders() == {address}, "the directory to follow")
         for tokens, entry in entries.items():
             found = other.window(keys, tokens)
             assert found is not None and found.entry == entry and found.where == "own"
@@ -608,3 +625,50 @@ def test_a_drain_to_nobody_ends_all_the_same(site: Site, tmp_path: Path) -> None
         agent.kill(signal.SIGTERM)
         assert agent.end() == 0
         assert "1 window entries were not moved to 127.0.0.1:1: unreachable" in agent.log.read_text()
+
+
+def test_handoffs_wait_at_the_agent_for_a_worker_and_move_when_it_drains(site: Site, tmp_path: Path) -> None:
+    one, two, three = (tmp_path / f"{name}.sock" for name in ("one", "two", "three"))
+    sections = {"rows": os.urandom(3_000_001), "ring": os.urandom(70_000), "state": b"", "token": b"7"}
+    room = ("--handoffs", "16MiB")
+    with (
+        agent_of(site.cluster.map_path, one, *LIMITS) as giving,
+        agent_of(site.cluster.map_path, two, *LIMITS, *room) as taking,
+        agent_of(site.cluster.map_path, three, *LIMITS, *room) as last,
+        WorkerAgent(one, layout=V41) as prefill,
+        WorkerAgent(three, layout=V41) as other,
+    ):
+        with WorkerAgent(two, layout=V41) as decode:
+            (address,) = taking.status()["addresses"]
+            (own_address,) = giving.status()["addresses"]
+            assert decode.take_handoff() is None
+            assert prefill.give_handoff(address, sections, note=b"request 1") is HandoffOutcome.DONE
+            found = decode.take_handoff(deadline_seconds=10)
+            assert found is not None and found.note == b"request 1"
+            assert {name: bytes(data) for name, data in found.sections.items()} == sections
+            assert taking.status()["pinned_bytes"] > 3_000_000
+            del found
+            taking.until_free()
+            assert decode.give_handoff(own_address, sections) is HandoffOutcome.BUSY, "that one takes none"
+            assert decode.give_handoff(address, {"rows": bytes(17 * MIB)}) is HandoffOutcome.FULL, "more than a worker's memory"
+            assert decode.give_handoff("127.0.0.1:1", sections, deadline_seconds=1) is HandoffOutcome.UNREACHABLE
+            with pytest.raises(MisuseError):
+                decode.give_handoff("nowhere", sections)
+            assert prefill.give_handoff(address, sections, note=b"request 2") is HandoffOutcome.DONE
+        (next_address,) = last.status()["addresses"]
+        told = json.loads(control(str(two), Kind.DRAIN, json.dumps({"seconds": 20, "to": next_address}).encode(), 30))
+        assert (told["finished"], told["handoffs_moved"], told["handoffs_left"]) == (True, 1, 0) and taking.end() == 0
+        moved = other.take_handoff(deadline_seconds=10)
+        assert moved is not None and moved.note == b"request 2" and moved.sections["rows"] == sections["rows"]
+
+
+def test_status_and_drain_as_commands(site: Site, tmp_path: Path) -> None:
+    cli, path = Cli(tmp_path), tmp_path / "a.sock"
+    cli.run("agent", "status", "--socket", str(path)).refused(3, "E214", "no such file")
+    with agent_of(site.cluster.map_path, path, *LIMITS) as agent, WorkerAgent(path, layout=V41, name="vllm-0"):
+        shown = cli.run("agent", "status", "--socket", str(path))
+        assert shown.code == 0 and "agent    ready" in shown.stdout and "vllm-0" in shown.stdout and "0 B of" in shown.stdout
+        data = cli.run("agent", "status", "--socket", str(path), "--json").json
+        assert data["schema"] == "kvstore.agent/1" and data["data"]["workers"][0]["name"] == "vllm-0" and data["cluster"] == "dev"
+        drained = cli.run("agent", "drain", "--socket", str(path), "--within", "5s", "--json").json
+        assert drained["ok"] and drained["data"]["finished"] and agent.end() == 0

@@ -44,6 +44,7 @@ A worker attaches with kvstore.client.agent.worker.WorkerAgent(SOCKET, layout=..
     add("--worker-memory", metavar="SIZE", help="shared memory of each worker, to store from (default 256MiB)")
     add("--ram", metavar="SIZE", help="RAM tier of hot extents (default 1GiB; 0B: none)")
     add("--windows", metavar="SIZE", help="window entries of this host (default 1GiB; 0B: none)")
+    add("--handoffs", metavar="SIZE", help="handoffs from other hosts that wait for a worker here (default 0B: none are taken)")
     add("--workers", metavar="N", type=int, help="engine workers at once (default 16)")
     add("--kinds", metavar="N", type=int, help="kinds of engines at once: layout, owner, KV group, block size (default 1)")
     add("--listen", metavar="HOST:PORT", help="where other agents reach this one (default 127.0.0.1 and any free port)")
@@ -64,6 +65,7 @@ _FLAGS: Final[dict[str, tuple[str, Callable[[Any], Any]]]] = {
     "worker_memory": ("worker_bytes", parse_bytes),
     "ram": ("ram_bytes", parse_bytes),
     "windows": ("window_bytes", parse_bytes),
+    "handoffs": ("handoff_bytes", parse_bytes),
     "workers": ("workers_max", int),
     "kinds": ("kinds_max", int),
     "ticket_key": ("ticket_key_path", Path),
@@ -151,7 +153,11 @@ def _drain(args: argparse.Namespace, path: Path) -> int:
     seconds = DRAIN_SECONDS if args.within is None else _converted("within", args.within, parse_seconds)
     found = _ask(path, "DRAIN", json.dumps({"seconds": seconds, "to": args.to or ""}).encode(), seconds + ANSWER_SECONDS)
     cut = f", {found['loads_cut']} loads and {found['stores_cut']} stores cut off"
-    moved = f", {found['windows_moved']} window entries moved, {found['windows_left']} not" if args.to else ""
+    moved = (
+        f", {found['windows_moved']} window entries moved, {found['windows_left']} not; {found['handoffs_moved']} handoffs"
+        if args.to
+        else ""
+    )
     out.line(f"drained in {format_seconds(found['seconds'])}{moved}" + ("" if found["finished"] else cut))
     out.result(found)
     return 0 if found["finished"] else 1

@@ -29,7 +29,20 @@ from kvstore.errors import KvstoreError, ProtocolError, Unreachable
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS: Final = 5.0
-LAST: Final = (Kind.TICKET, Kind.LOADED, Kind.STORED, Kind.ENTRY, Kind.KEPT, Kind.FOUND, Kind.TOLD, Kind.BUSY, Kind.REFUSED)
+LAST: Final = (
+    Kind.TICKET,
+    Kind.LOADED,
+    Kind.STORED,
+    Kind.ENTRY,
+    Kind.KEPT,
+    Kind.FOUND,
+    Kind.GIVEN,
+    Kind.ARRIVED,
+    Kind.TOLD,
+    Kind.BUSY,
+    Kind.REFUSED,
+)
+PINNING: Final = (Kind.STAGED, Kind.ENTRY, Kind.ARRIVED)
 
 
 class Gone(Exception):
@@ -124,6 +137,8 @@ class Attachment:
                         self._calls.pop(message.number, None)
                 if call is not None:
                     self._put(call, message, message.kind in LAST)
+                elif message.kind in PINNING:  # too late: nobody waits for it any more
+                    self._later.put(partial(self.let_go, message.number))
                 elif message.kind == Kind.REFUSED:
                     why = str(error_of(message.body))  # of the connection, not of a request
         except (OSError, EOFError, KvstoreError) as error:

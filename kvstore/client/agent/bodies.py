@@ -13,6 +13,7 @@ from typing import Final, Self
 
 import numpy as np
 
+from kvstore.client.agent.frames import ID_BYTES
 from kvstore.client.values import DEPTH_MAX, Accept, Fidelity, FidelityKind, LoadOutcome, LoadResult, StoreOutcome, StoreResult
 from kvstore.errors import KvstoreError, LayoutError, ProtocolError
 from kvstore.keys import KEY_BYTES, Keys
@@ -88,6 +89,7 @@ _KEEP: Final = struct.Struct("<QIBH")
 _RESULT: Final = struct.Struct("<BIQdIIIIII")
 _STORED: Final = struct.Struct("<BIQIIIII")
 _WELCOME: Final = struct.Struct("<QQQI16sB")
+_RANGE: Final = struct.Struct("<QQ")
 _STAGED: Final = struct.Struct("<QI")
 _PLANE: Final = struct.Struct("<HI")
 _ENTRY: Final = struct.Struct("<QIIBHB")
@@ -333,6 +335,82 @@ def decode_places(body: bytes) -> set[int]:
     if len(body) % _U32.size:
         raise wrong("places cut short")
     return {place for (place,) in _U32.iter_unpack(body)}
+
+
+@dataclass(frozen=True, slots=True)
+class GiveAsked:
+    """A handoff for the agent at `address`: sections (name, offset in the worker's own memory, bytes)."""
+
+    address: str
+    sections: tuple[tuple[str, int, int], ...]
+    note: bytes
+    deadline_seconds: float | None
+
+    def encode(self) -> bytes:
+        head = seconds(self.deadline_seconds) + text(self.address) + _U16.pack(len(self.sections))
+        return head + b"".join(text(name) + _RANGE.pack(offset, size) for name, offset, size in self.sections) + self.note
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        reader = _Reader(body)
+        deadline, address = reader.seconds(), reader.text()
+        sections = []
+        for _ in range(reader.number(_U16)):
+            name = reader.text()
+            offset, size = (int(value) for value in reader.take(_RANGE))
+            sections.append((name, offset, size))
+        return cls(address, tuple(sections), reader.rest(), deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class TakeAsked:
+    """`id` all zeros: whichever came first."""
+
+    id: bytes
+    deadline_seconds: float | None
+
+    def encode(self) -> bytes:
+        return self.id + seconds(self.deadline_seconds)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        reader = _Reader(body)
+        found = cls(reader.some(ID_BYTES), reader.seconds())
+        reader.end()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A handoff in the agent's memory, pinned: sections (name, bytes) one behind the other from `offset` on. No id: there is none."""
+
+    id: bytes = b""
+    offset: int = 0
+    sections: tuple[tuple[str, int], ...] = ()
+    note: bytes = b""
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.sections)
+
+    def encode(self) -> bytes:
+        if not self.id:
+            return b""
+        head = self.id + _RANGE.pack(self.offset, len(self.sections))
+        return head + b"".join(text(name) + _RANGE.pack(size, 0) for name, size in self.sections) + self.note
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        if not body:
+            return cls()
+        reader = _Reader(body)
+        name = reader.some(ID_BYTES)
+        offset, count = (int(value) for value in reader.take(_RANGE))
+        sections = []
+        for _ in range(count):
+            section = reader.text()
+            sections.append((section, int(reader.take(_RANGE)[0])))
+        return cls(name, offset, tuple(sections), reader.rest())
 
 
 def encode_staged(offset: int, blocks: int) -> bytes:

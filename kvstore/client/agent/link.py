@@ -44,6 +44,8 @@ class Kind(IntEnum):
     KEEP = 8
     DROP = 9
     PLACES = 10
+    GIVE = 11
+    TAKE = 12
     # from `kvstore agent status` and `drain`
     STATUS = 32
     DRAIN = 33
@@ -58,6 +60,8 @@ class Kind(IntEnum):
     KEPT = 71
     TOLD = 72  # JSON
     FOUND = 73  # where there are entries
+    GIVEN = 74
+    ARRIVED = 75
     BUSY = 96  # not now
     REFUSED = 97  # not at all: code, what, cause, fix
 

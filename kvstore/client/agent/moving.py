@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.client.agent.agent import Agent
-from kvstore.client.agent.frames import HANDOFF_BYTES_MAX, SECTIONS_MAX, Offer
+from kvstore.client.agent.frames import HANDOFF_BYTES_MAX, SECTIONS_MAX
 from kvstore.client.agent.handoff import HandoffOutcome, send_handoff
-from kvstore.client.agent.inbox import ArrivalState, HandoffInbox
-from kvstore.wire import Status
 
 NOTE: Final = b"kvstore.windows/1"
 BATCH_BYTES: Final = 32 << 20  # some twenty entries of the largest model known
 BATCH_SECONDS: Final = 10.0
 AGAIN_SECONDS: Final = 0.05
-TAKE_SECONDS: Final = 0.5
-INBOX_BYTES: Final = 4 * BATCH_BYTES  # taken from others at once; allocated when the first one comes
 assert BATCH_BYTES < HANDOFF_BYTES_MAX
 
 
@@ -76,47 +72,3 @@ def _batch(agent: Agent, waiting: list[bytes]) -> tuple[dict[str, memoryview], i
             batch[key.hex()] = sealed
             size += sealed.nbytes
     return batch, size
-
-
-class Taker:
-    """Takes in what other agents give to this one. `inbox` is what its PeerServer has as `handoffs`; `watch` begins, `close` ends."""
-
-    def __init__(self, owner: bytes) -> None:
-        self.inbox = HandoffInbox(INBOX_BYTES, accept=lambda offer: _wanted(offer, owner))
-        self.entries = self.refused = 0
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def watch(self, agent: Agent) -> None:
-        self._thread = threading.Thread(target=self._run, args=(agent,), name="kvstore-taker", daemon=True)
-        self._thread.start()
-
-    def _run(self, agent: Agent) -> None:
-        while not self._closed.is_set():
-            arrival = self.inbox.take(deadline_seconds=TAKE_SECONDS)
-            if arrival is None:
-                continue
-            if arrival.wait(BATCH_SECONDS) is ArrivalState.COMPLETE:
-                for name, _ in arrival.offer.sections:
-                    sealed = arrival.section(name)
-                    taken = sealed is not None and agent.adopt_window(_key(name), sealed)
-                    self.entries += taken
-                    self.refused += not taken
-            self.inbox.release(arrival)
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join(2 * TAKE_SECONDS)
-
-
-def _wanted(offer: Offer, owner: bytes) -> Status:
-    return Status.OK if offer.note == NOTE and offer.owner == owner else Status.BUSY
-
-
-def _key(name: str) -> bytes:
-    """b"" for what is no key."""
-    try:
-        return bytes.fromhex(name) if len(name) == 64 else b""
-    except ValueError:
-        return b""

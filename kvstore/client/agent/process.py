@@ -31,11 +31,12 @@ from kvstore.client.agent.bodies import Hello
 from kvstore.client.agent.config import AgentConfig
 from kvstore.client.agent.frames import address_of
 from kvstore.client.agent.link import Kind, Message, check_peer
-from kvstore.client.agent.moving import Taker, move_windows
+from kvstore.client.agent.moving import move_windows
 from kvstore.client.agent.process_config import ProcessConfig, read_ticket_key
 from kvstore.client.agent.process_metrics import process_registry
 from kvstore.client.agent.ram import RamTier
 from kvstore.client.agent.session import REQUESTS_MAX, Session
+from kvstore.client.agent.taker import Taker
 from kvstore.client.client import Client
 from kvstore.client.config import ClientConfig
 from kvstore.clustermap import ClusterMap
@@ -62,6 +63,8 @@ class Drained:
     windows_moved: int = 0
     windows_left: int = 0
     windows_why: str = ""  # some are left; "": none, or nobody was named to take them
+    handoffs_moved: int = 0  # that nobody here had taken
+    handoffs_left: int = 0
 
 
 class AgentProcess:
@@ -218,6 +221,10 @@ class AgentProcess:
             session.kind = kind
             return found
 
+    def taker_of(self, agent: Agent) -> Taker:
+        """What others send to this agent."""
+        return self._takers[agent]
+
     def _forget_unused_kind(self) -> None:
         used = {session.kind for session in self._sessions}
         unused = next((kind for kind in self._agents if kind not in used), None)
@@ -237,13 +244,13 @@ class AgentProcess:
         if self._ticket_key:
             own = replace(own, ticket_key=self._ticket_key)
         client = Client(self.map, layout=kind.layout, config=own, owner=kind.owner, kv_group=kind.kv_group, ram=self.ram)
-        taker = Taker(kind.owner)
+        taker = Taker(kind.owner, config.handoff_bytes // config.kinds_max)
         try:
             agent = Agent(
                 client,
                 handoffs=taker.inbox,
                 config=AgentConfig(
-                    window_bytes=config.window_bytes // config.kinds_max, slots=kind.slots, directories=config.directories,
+                    window_bytes=config.window_bytes // config.kinds_max, slots=kind.slots, directories=config.directories or self.map.directories,
                     host=config.host, port=0 if self._agents else config.port,
                 ),
             )  # fmt: skip
@@ -375,9 +382,12 @@ class AgentProcess:
             drained.windows_moved += moved.entries
             drained.windows_left += moved.left
             drained.windows_why = drained.windows_why or moved.why
+            handed = self._takers[agent].forward(agent.peers, to, end)
+            drained.handoffs_moved += handed.entries
+            drained.handoffs_left += handed.left
         if drained.windows_left:
             self.warn(f"{drained.windows_left} window entries were not moved to {to}: {drained.windows_why}")
-        self.log.info(f"moved {drained.windows_moved} window entries to {to}")
+        self.log.info(f"moved {drained.windows_moved} window entries and {drained.handoffs_moved} handoffs to {to}")
 
     def close(self) -> None:
         """Ends every session, forgets at the directory, gives all back. Safe after a failed start."""

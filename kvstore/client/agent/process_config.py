@@ -25,11 +25,12 @@ class ProcessConfig:
     quota_bytes: int = 0  # of the first, that one worker may have pinned; 0: half of it
     ram_bytes: int = 1 << 30  # of the RAM tier; 0: none
     window_bytes: int = 1 << 30  # of window entries; 0: none
+    handoff_bytes: int = 0  # of handoffs from other hosts that wait for a worker here; 0: none are taken
     workers_max: int = 16
     kinds_max: int = 1  # of engines (layout, owner, KV group, block tokens); windows are shared out among them
     host: str = "127.0.0.1"  # where other agents reach this one
     port: int = 0
-    directories: tuple[str, ...] = ()  # window directories, host:port
+    directories: tuple[str, ...] = ()  # window directories, host:port; none: those of the map
     http_host: str = "127.0.0.1"
     http_port: int = 0
     ticket_key_path: Path | None = None  # a file of 16 to 64 bytes that agents share; None: a key of this process alone
@@ -42,6 +43,7 @@ class ProcessConfig:
         self._need("quota_bytes", 0 <= self.quota_bytes <= self.memory_bytes, "at most memory_bytes")
         self._need("ram_bytes", self.ram_bytes == 0 or self.ram_bytes >= 1 << 20, "0, or at least 1 MiB")
         self._need("window_bytes", self.window_bytes >= 0, "0 or more")
+        self._need("handoff_bytes", self.handoff_bytes >= 0, "0 or more")
         self._need("workers_max", 1 <= self.workers_max <= 256, "1 to 256")
         self._need("kinds_max", 1 <= self.kinds_max <= 16, "1 to 16")
         self._need("port", 0 <= self.port <= 65535, "0 to 65535")

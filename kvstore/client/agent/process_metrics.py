@@ -15,7 +15,7 @@ from kvstore.metrics import CLIENT, WINDOW, Metric, Values, registry_of
 if TYPE_CHECKING:
     from kvstore.client.agent.process import AgentProcess
 
-VERBS: Final = ("lookup", "load", "store", "window", "places", "keep", "drop")
+VERBS: Final = ("lookup", "load", "store", "window", "places", "keep", "drop", "give", "take")
 RESULTS: Final = ("ok", "busy", "refused", "gone")
 EVENTS: Final = ("attached", "ended", "refused", "cut")
 

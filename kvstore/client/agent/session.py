@@ -26,7 +26,9 @@ import numpy as np
 from kvstore.client.agent import bodies
 from kvstore.client.agent.agent import Agent
 from kvstore.client.agent.arena import Arena, make_memory
+from kvstore.client.agent.handoff import send_handoff
 from kvstore.client.agent.link import BODY_BYTES_MAX, HEADER, Kind, Link, Message, peer_of
+from kvstore.client.agent.taker import LOOK_SECONDS, Taker
 from kvstore.client.load import Load
 from kvstore.client.native import U8
 from kvstore.client.ticket import Ticket
@@ -36,6 +38,8 @@ from kvstore.errors import KvstoreError, LayoutError, MisuseError, ProtocolError
 REQUESTS_MAX: Final = 32  # of one worker, asked and not answered: each may take a thread of the pool
 STORES_MAX: Final = 256  # likewise of stores, which take none
 GREETING_SECONDS: Final = 5.0
+HANDOFF_SECONDS: Final = 60.0  # what a GIVE or a TAKE may take
+POLL_SECONDS: Final = 0.01
 assert bodies.KEYS_MAX * (32 + 72) + HEADER.size < BODY_BYTES_MAX
 
 
@@ -51,6 +55,7 @@ class Host(Protocol):
     draining: bool
 
     def attach(self, session: Session, hello: bodies.Hello) -> Agent: ...
+    def taker_of(self, agent: Agent) -> Taker: ...
     def control(self, message: Message) -> dict[str, Any]: ...
     def count(self, what: str, result: str) -> None: ...
     def warn(self, text: str) -> None: ...
@@ -313,6 +318,44 @@ class Session:
         self.agent.drop_window(asked.keys, len(asked.keys) * self.agent.block_tokens)
         self._answer("drop", "ok", Kind.KEPT, message.number, b"\0")
 
+    def _give(self, message: Message) -> None:
+        asked = bodies.GiveAsked.decode(message.body)
+        sections = {name: self._own_range(offset, size).data for name, offset, size in asked.sections}
+        seconds = HANDOFF_SECONDS if asked.deadline_seconds is None else min(HANDOFF_SECONDS, asked.deadline_seconds)
+        outcome = send_handoff(self.agent.peers, asked.address, sections, note=asked.note, deadline_seconds=seconds)
+        self._answer("give", "ok", Kind.GIVEN, message.number, outcome.value.encode())
+
+    def _take_handoff(self, message: Message) -> None:
+        asked = bodies.TakeAsked.decode(message.body)
+        taker, wanted = self.host.taker_of(self.agent), asked.id if any(asked.id) else None
+        end = time.monotonic() + min(HANDOFF_SECONDS, asked.deadline_seconds or 0.0)
+        arrival = None
+        while arrival is None and not self._over and not self.host.draining:
+            left = end - time.monotonic()
+            arrival = taker.take(wanted, max(0.0, min(left, LOOK_SECONDS)))
+            if left <= 0:
+                break
+            if arrival is None:
+                threading.Event().wait(POLL_SECONDS)
+        if arrival is None:
+            self._answer("take", "ok", Kind.ARRIVED, message.number)
+            return
+        pin = self._pin(message.number, max(1, arrival.offer.total_bytes), 1)
+        if pin is None:
+            taker.put_back(arrival)
+            self._answer("take", "busy", Kind.BUSY, message.number)
+            return
+        at = pin.offset
+        for name, size in arrival.offer.sections:
+            data = arrival.section(name)
+            assert data is not None  # it is whole, and ours
+            self.host.memory[at : at + size] = np.frombuffer(data, np.uint8)
+            at += size
+        offer = arrival.offer
+        taker.inbox.release(arrival)
+        arrived = bodies.Arrived(offer.id, pin.offset, offer.sections, offer.note)
+        self._answer("take", "ok", Kind.ARRIVED, message.number, arrived.encode())
+
     # --- pins ---
 
     @property
@@ -396,5 +439,7 @@ _VERBS: Final[dict[Kind, tuple[str, Callable[[Session, Message], None]]]] = {
     Kind.KEEP: ("keep", Session._keep),
     Kind.DROP: ("drop", Session._drop),
     Kind.PLACES: ("places", Session._places),
+    Kind.GIVE: ("give", Session._give),
+    Kind.TAKE: ("take", Session._take_handoff),
 }
-_NEW_WORK: Final = (Kind.LOOKUP, Kind.LOAD, Kind.STORE)
+_NEW_WORK: Final = (Kind.LOOKUP, Kind.LOAD, Kind.STORE, Kind.GIVE)

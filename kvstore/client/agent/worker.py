@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -28,11 +28,13 @@ from kvstore.client import store as stores
 from kvstore.client.agent import bodies
 from kvstore.client.agent.agent import Window
 from kvstore.client.agent.attachment import Attachment, Call, Gone, attach
+from kvstore.client.agent.frames import ID_BYTES
+from kvstore.client.agent.handoff import HandoffOutcome
 from kvstore.client.agent.keeps import WINDOW_SLOTS
 from kvstore.client.agent.link import Kind
 from kvstore.client.agent.request import RequestWindows
 from kvstore.client.agent.staged import Staged, StagedLoad
-from kvstore.client.agent.worker_values import ClientFacts, WorkerTicket
+from kvstore.client.agent.worker_values import ClientFacts, HandedOver, WorkerTicket
 from kvstore.client.buffers import as_rows
 from kvstore.client.load import Hedge, Load, checked_blocks
 from kvstore.client.native import U8
@@ -433,6 +435,54 @@ class WorkerAgent:
     def request(self, prompt_tokens: int, missed_tokens: int = 0) -> RequestWindows:
         """Agent.request."""
         return RequestWindows(self, prompt_tokens, missed_tokens)
+
+    # --- handoffs ---
+
+    def give_handoff(
+        self, address: str, sections: Mapping[str, Any], *, note: bytes = b"", deadline_seconds: float = 10.0
+    ) -> HandoffOutcome:
+        """Hands a request over to the agent at `address` (handoff.send_handoff); copied into shared memory first, which may be FULL.
+
+        Raises MisuseError for what cannot be offered to anybody.
+        """
+        self._check_open()
+        attachment = self._attachment
+        if attachment is None:
+            return HandoffOutcome.UNREACHABLE
+        views = {name: np.frombuffer(data, np.uint8) for name, data in sections.items()}
+        start = attachment.own_ranges.take(sum(len(view) for view in views.values()))
+        if start is None:
+            return HandoffOutcome.FULL
+        table, at = [], start
+        for name, view in views.items():
+            attachment.own[at : at + len(view)] = view
+            table.append((name, at, len(view)))
+            at += len(view)
+        asked = bodies.GiveAsked(address, tuple(table), note, deadline_seconds)
+        give = partial(attachment.own_ranges.give, start)
+        try:
+            answer = attachment.ask(Kind.GIVE, asked.encode(), then=lambda _: give()).next(_end(deadline_seconds, LOAD_SECONDS))
+        except Gone:
+            return HandoffOutcome.LOST
+        return HandoffOutcome(answer.body.decode()) if answer.kind == Kind.GIVEN else HandoffOutcome.FULL
+
+    def take_handoff(self, handoff_id: bytes | None = None, *, deadline_seconds: float = 0.0) -> HandedOver | None:
+        """The handoff with that id, or the one that came first, once it is whole: seen in the agent's memory. None: none by then, or the
+        quota has no room for it (it waits for whoever has)."""
+        self._check_open()
+        try:
+            call = self._ask(Kind.TAKE, bodies.TakeAsked(handoff_id or bytes(ID_BYTES), deadline_seconds).encode())
+            answer = call.only(_end(deadline_seconds, 0.0))
+        except Gone:
+            return None
+        arrived = bodies.Arrived.decode(answer.body) if answer.kind == Kind.ARRIVED else bodies.Arrived()
+        if not arrived.id:
+            return None
+        view, at, found = call.attachment.pinned(call.number, arrived.offset, arrived.size).data.toreadonly(), 0, {}
+        for name, size in arrived.sections:
+            found[name] = view[at : at + size]
+            at += size
+        return HandedOver(arrived.id, arrived.note, found)
 
     def _block_of(self, keys: Keys, tokens: int) -> int:
         self._check_open()

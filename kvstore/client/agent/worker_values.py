@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -20,6 +21,15 @@ class WorkerTicket(Ticket):
     def to_bytes(self) -> bytes:
         """For any agent with that key. b"" where the agent was gone: there is nothing to redeem."""
         return self.data
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A handoff: its sections, read-only, in the agent's memory until the last view of them is gone."""
+
+    id: bytes
+    note: bytes
+    sections: Mapping[str, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
