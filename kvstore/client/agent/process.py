@@ -250,7 +250,8 @@ class AgentProcess:
                 client,
                 handoffs=taker.inbox,
                 config=AgentConfig(
-                    window_bytes=config.window_bytes // config.kinds_max, slots=kind.slots, directories=config.directories or self.map.directories,
+                    window_bytes=config.window_bytes // config.kinds_max, slots=kind.slots,
+                    directories=config.directories or self.map.directories,
                     host=config.host, port=0 if self._agents else config.port,
                 ),
             )  # fmt: skip
