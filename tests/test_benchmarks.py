@@ -30,6 +30,8 @@ IDS_OF_THE_TABLE = {
     *("lookup_600_116_extents_ms", "lookup_absent_p99_ms", "lookup_false_short", "promise_broken", "p99_one_stopped", "p99_while_evicting"),
     *("report_50m_seconds", "report_50m_memory_gb", "miss_labels", "tokens_add_up", "accounting_cost", "scan_resistance_points"),
     *("replay_vs_lru_points", "replay_infinite", "two_writers", "index_share", "disk_overhead", "daemon_rss_mb", "up_seconds", "kill9"),
+    *("resume_bit_equal", "bounded_short_equal", "hit_rule", "rollback_equal", "ttft_cold_over_warm", "prefill_tps_ratio"),
+    *("failed_load_text_equal", "model_cases"),
     *("plan_lru_equal", "shards_error_points", "plan_vs_replay_points", "plan_all_policies_seconds", "handoff_vs_loopback"),
     *("window_hit_rate_trace", "directory_ops_per_core", "directory_ram_gb"),
 }

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.client.agent.agent import Agent
-from kvstore.client.agent.agent import Window as AgentWindow
+from kvstore.client.agent.agent import Window
+from kvstore.client.agent.request import RequestWindows
 from kvstore.client.load import Load
 from kvstore.client.ticket import Ticket
 from kvstore.client.values import Fidelity, LoadOutcome, StoreOutcome, StoreResult
+from kvstore.engine_integration.engine.host import HostCache
 from kvstore.engine_integration.engine.options import EngineConfig
 from kvstore.engine_integration.engine.resuming import Mode, depths_of, plan
-from kvstore.engine_integration.engine.windows import HostCache, Window
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.pages import sections_of
 from kvstore.engine_integration.model.resume import Resume, hit_tokens_max
@@ -35,7 +35,7 @@ class Found:
     resume: Resume
     ticket: Ticket | None = None
     depths: list[int] = field(default_factory=list)
-    window: Window | AgentWindow | None = None
+    window: Window | None = None
     rows: Bytes | None = None
 
     @property
@@ -47,7 +47,7 @@ class Found:
 class Cache:
     """Of one engine. Safe to share between its threads."""
 
-    def __init__(self, model: Model, host: HostCache | Agent | None, config: EngineConfig) -> None:
+    def __init__(self, model: Model, host: HostCache | None, config: EngineConfig) -> None:
         self.model, self.host, self.config = model, host, config
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -86,7 +86,12 @@ class Cache:
         config = self.model.config
         end = min(found.blocks_found * config.block, hit_tokens_max(config, prompt_tokens))
         depth = max(found.depths[: end // config.block], default=0)
-        candidates = self.host.windows_at(keys, end, found.ticket, mode.accept) if end else set()
+        candidates: set[int] = set()
+        if end:
+            try:
+                candidates = self.host.windows_at(keys, end, found.ticket, mode.accept)
+            except KvstoreError:
+                self.count("window_errors")
         while True:
             resume = plan(config, prompt_tokens, found.blocks_found, candidates, mode, depth)
             if not resume.entry:
@@ -108,6 +113,7 @@ class Cache:
         wanted = found.resume.blocks_end_tokens // self.model.config.block
         rows = np.empty((wanted, self.model.layout.block_bytes), np.uint8)
         loads: list[Load] = []
+        missing = set(range(len(self.model.config.sources)))
 
         def begin(load: Load) -> None:
             loads.append(load)
@@ -121,9 +127,13 @@ class Cache:
                     break  # what was computed so far rests on blocks that did not come
                 for source in self._sources_of[ready.plane]:
                     arrived(source, rows)
+                    missing.discard(source)
             if not loads:
                 return LoadOutcome.EXPIRED, rows[:0]
             result = loads[0].finish()
+            if result.blocks >= wanted:  # the last of it came while the load was being ended
+                for source in sorted(missing):
+                    arrived(source, rows)
         except KvstoreError:
             self.count("load_errors")
             return LoadOutcome.UNREACHABLE, rows[:0]
@@ -146,13 +156,12 @@ class Cache:
         if result.outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED, StoreOutcome.DECLINED):
             self.count("store_failures")
 
-    def keep_window(self, keys: Keys, tokens: int, entry: bytes, fidelity: Fidelity, drop: int | None) -> None:
-        """Keeps one, and forgets the one at `drop` tokens."""
-        if self.host is None:
-            return
+    def request(self, prompt_tokens: int, missed_tokens: int) -> RequestWindows | None:
+        """The keep rules of a request; `missed_tokens`: where its hit ended without an entry."""
+        return self.host.request(prompt_tokens, missed_tokens) if self.host is not None else None
+
+    def keep_window(self, windows: RequestWindows, keys: Keys, tokens: int, entry: bytes, fidelity: Fidelity) -> None:
         try:
-            self.count("windows_kept", self.host.keep_window(keys, tokens, entry, fidelity=fidelity))
-            if drop is not None:
-                self.host.drop_window(keys, drop)
+            self.count("windows_kept", windows.keep(keys, tokens, entry, fidelity=fidelity))
         except KvstoreError:
             self.count("window_errors")

@@ -23,11 +23,11 @@ from kvstore.client.values import LoadOutcome
 from kvstore.engine_integration.engine.audit import ShadowAudit
 from kvstore.engine_integration.engine.cache import Cache, Found
 from kvstore.engine_integration.engine.handing import Give, pack, settings_of
+from kvstore.engine_integration.engine.host import HostCache, host_of
 from kvstore.engine_integration.engine.options import EngineConfig, RequestOptions
 from kvstore.engine_integration.engine.request import FinishReason, Request
 from kvstore.engine_integration.engine.resuming import Mode
 from kvstore.engine_integration.engine.task import Phase, Task
-from kvstore.engine_integration.engine.windows import HostCache
 from kvstore.engine_integration.model.handover import Buffer, told
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.pages import Pages, page_bytes
@@ -41,18 +41,20 @@ CLOSE_SECONDS: Final = 30.0
 class Engine:
     """Continuous batching over one model and one cache. Safe to share between threads; not usable in a forked child."""
 
-    def __init__(self, model: Model, cache: Client | HostCache | Agent | None, config: EngineConfig | None = None) -> None:
-        """`cache`: a Client of the model's layout; an Agent with one, for windows of other hosts; a HostCache that several engines of a
-        process share; None: nothing is looked up or stored. Raises MisuseError E596 for a cache of another layout or size of block or
-        window."""
+    def __init__(self, model: Model, cache: Client | HostCache | None, config: EngineConfig | None = None) -> None:
+        """`cache`: a Client of the model's layout, whose window entries this engine keeps itself; or an Agent (of `agent_config`) or a
+        WorkerAgent around one, which several engines may share. None: nothing is looked up or stored.
+
+        Raises MisuseError E596 for a cache of another layout, size of block or of window."""
         self.model = model
         self.config = config = config or EngineConfig()
-        host = HostCache(cache, model.config) if isinstance(cache, Client) else cache
+        self._own_agent = host_of(cache, model.config) if isinstance(cache, Client) else None
+        host: HostCache | None = self._own_agent or (cache if not isinstance(cache, Client) else None)
         if host is not None and (host.client.layout != model.layout or host.client.config.block_tokens != model.config.block):
             cause = f"its client has blocks of {host.client.config.block_tokens} tokens and {host.client.layout.block_bytes} bytes"
             fix = f"make it with layout=model.layout and block_tokens={model.config.block}"
             raise MisuseError("E596", "engine's cache", cause, fix)
-        if isinstance(host, Agent) and host.slots != model.config.slots:
+        if host is not None and host.slots != model.config.slots:
             cause = f"its agent has window entries of {host.slots} tokens"
             raise MisuseError("E596", "engine's cache", cause, f"make it with AgentConfig(slots={model.config.slots})")
         self.cache = Cache(model, host, config)
@@ -140,6 +142,8 @@ class Engine:
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
         self._io.shutdown(wait=True)
+        if self._own_agent is not None:
+            self._own_agent.close()
         self.audit.close()
 
     def __enter__(self) -> Self:

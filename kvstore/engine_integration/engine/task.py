@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvstore.client.agent.keeps import decode_drops, prefill_keeps
+from kvstore.client.agent.request import RequestWindows
 from kvstore.client.load import Load
 from kvstore.client.values import Fidelity
 from kvstore.engine_integration.engine.audit import Recording, ShadowAudit
@@ -65,6 +65,7 @@ class Task:
         self.recording: Recording | None = None  # of the answer, for the shadow audit
         self._stored = 0  # handed over by this request
         self._missed_tokens = 0  # where the hit ended and no window entry was
+        self._windows: RequestWindows | None = None
         self._kept_to = 0  # window entries up to here were kept or left out
         self.last_output = torch.zeros(model.config.d)  # the decoder's, of the last computed row
         self._outputs: list[Tensor] = []  # the decoder's, of rows the draft layer has not seen
@@ -104,6 +105,7 @@ class Task:
         self.stored_blocks = max(self.stored_blocks, found.blocks_found)
         self._kept_to = found.resume.start_tokens
         self._missed_tokens = 0 if found.resume.window is WindowUse.HIT else found.resume.blocks_end_tokens
+        self._windows = self.cache.request(self.prompt_tokens, self._missed_tokens)
         if not self.preemptions:
             self.resume = found.resume
         return True
@@ -241,14 +243,11 @@ class Task:
     def _keep_windows(self) -> None:
         """Of those that the state has now."""
         assert self.state is not None
-        config = self.model.config
-        keeps = prefill_keeps(self.prompt_tokens, self._missed_tokens, block_tokens=config.block, slots=config.slots)
         for at, entry in sorted(self.state.entries.items()):
-            if at > self._kept_to and (at in keeps or at > self.prompt_tokens):
+            if self._windows is not None and at > self._kept_to and self._windows.wants(at):
                 self._kept_to = at
                 self._extend(at)
-                drop = decode_drops(at, self.prompt_tokens, block_tokens=config.block)
-                self.cache.keep_window(self.chain.keys, at, entry, self.worth.fidelity, drop)
+                self.cache.keep_window(self._windows, self.chain.keys, at, entry, self.worth.fidelity)
 
     def store(self) -> None:
         """Hands over all whole blocks that the store does not have."""
