@@ -15,7 +15,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
-from kvstore.client.agent.agent import Agent
 from kvstore.client.agent.handoff import HandoffOutcome
 from kvstore.client.client import Client
 from kvstore.client.load import Load
