@@ -160,12 +160,6 @@ class WindowStore:
             for key in list(self._entries):
                 self._drop(key, "discarded")
 
-    def names(self) -> list[bytes]:
-        """The longest unused first."""
-        with self._lock:
-            self._expire()
-            return list(self._entries)
-
     def stats(self) -> WindowStats:
         with self._lock:
             self._expire()
