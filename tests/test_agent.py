@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from client_tools import SMALL, WAIT_SECONDS, chain, cluster_of, store, until
 
 from kvstore.client import Accept, Client, ClientConfig, Fidelity
 from kvstore.client.agent.agent import Agent
-from kvstore.client.agent.config import AgentConfig
+from kvstore.client.agent.config import AgentConfig, reachable
 from kvstore.client.agent.frames import PeerConfig
 from kvstore.client.agent.metrics import agent_registry
 from kvstore.client.agent.sealed import window_key
@@ -434,3 +435,28 @@ def test_the_numbers_come_out(world: World) -> None:
         'kvstore_window_directory_keys_total{event="touched"}': 1,
     }
     assert {name: flat[name] for name in expected} == expected
+
+
+def test_directories_are_the_cluster_maps_by_default(world: World) -> None:
+    addresses = tuple(f"127.0.0.1:{server.port}" for server in world.directories)
+    world.map = replace(world.map, directories=addresses)
+    maker, reader = world.agent(directories=()), world.agent()
+    assert maker.directory is not None and maker.directory.addresses == addresses
+    keys = stored(maker)
+    keep(maker, keys, 1280)
+    assert reader.window(keys, 1280) is not None
+
+
+@pytest.mark.parametrize(
+    ("address", "directories", "told"),
+    [
+        ("127.0.0.1:1", ["127.0.0.1:2", "[::1]:2", "localhost:2"], True),
+        ("127.0.0.1:1", ["127.0.0.1:2", "10.0.0.1:2"], False),
+        ("[::1]:1", ["directory-0:2"], False),
+        ("0.0.0.0:1", ["10.0.0.1:2"], False),
+        ("10.0.0.5:1", ["10.0.0.1:2", "127.0.0.1:2"], True),
+        ("host-5:1", ["10.0.0.1:2"], True),
+    ],
+)
+def test_loopback_addresses_are_told_to_directories_of_this_host_alone(address: str, directories: list[str], told: bool) -> None:
+    assert reachable(address, directories) == told

@@ -64,7 +64,7 @@ It needs torch: pip install 'kvstore[engine]'. There is no login: listen on 127.
     )
     serve.add_argument(
         "--window-directory", metavar="HOST:PORT", action="append", default=[],
-        help="a window directory (kvstore directory): windows of other hosts are found, and theirs find ours; repeatable",
+        help="a window directory (kvstore directory), to share windows with other hosts; repeatable (default: those of the map)",
     )  # fmt: skip
     serve.add_argument(
         "--audit", metavar="N", default="0", help="of N answers over a bounded replay compute one again exactly (default 0: none)"

@@ -30,7 +30,13 @@ examples:
     add("--model", metavar="FILE", required=True, help="a model card: layout and namespace of its blocks (docs/LOOKUP_SERVICE.md)")
     add("--ticket-key", metavar="FILE", required=True, help="16 to 64 bytes, the same as the agents': they redeem the tickets")
     add("--tenants", metavar="FILE", help="[tenants.NAME] with owner and secret (default: one tenant, without either)")
-    add("--directory", metavar="HOST:PORT", action="append", default=[], help="a window directory; may be given again")
+    add(
+        "--directory",
+        metavar="HOST:PORT",
+        action="append",
+        default=[],
+        help="a window directory; may be given again (default: the cluster map's)",
+    )
     add("--listen", metavar="HOST:PORT", default=LISTEN, help=f"of gRPC (default {LISTEN}; port 0: any free one)")
     add("--http-port", metavar="N", type=int, default=0, help="of POST /v1/lookup, probes and metrics (default: any free one)")
     add("--deadline", metavar="TIME", default="500ms", help="of one answer; what nodes said by then counts (default 500ms)")

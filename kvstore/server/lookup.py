@@ -118,7 +118,7 @@ class Lookups:
         self.card, self.tokens_max, self.deadline_seconds = card, tokens_max, deadline_seconds
         self.tenants = dict(tenants) if tenants is not None else {DEFAULT: Tenant()}
         self.classes = frozenset(cluster_map.classes)
-        self._asks_directories = bool(directories)
+        self._asks_directories = bool(directories or cluster_map.directories)
         self._map = cluster_map
         self._config = ClientConfig(
             block_tokens=card.block_tokens, ticket_key=ticket_key, model_name=card.name, accounting=False, threads=1,

@@ -120,7 +120,7 @@ class LookupService:
         self._control.start()
         self._control.set_ready(True)
         self.log.info(f"kvstore {version()}, lookup service of cluster {self._cluster}, model {card.name}, pid {os.getpid()}")
-        if not config.directories:
+        if not (config.directories or cluster_map.directories):
             self.log.info("no window directory named: whether a window entry is at hand is not known here")
 
     def facts(self) -> dict[str, object]:

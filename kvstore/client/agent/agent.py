@@ -1,6 +1,6 @@
 """An agent within the engine's process: a Client, this host's window entries, the directory that knows of others', and those others.
 
-    with Agent(client, config=AgentConfig(directories=("10.0.0.1:7400",), window_bytes=64 << 30)) as agent:
+    with Agent(client, config=AgentConfig(host="10.0.0.5", window_bytes=64 << 30)) as agent:  # directories: the cluster map's
         ticket = agent.lookup(keys, input_tokens=len(prompt))
         window = agent.window(keys, ticket.usable_tokens, ticket=ticket)  # None: resume from an older one of ticket.windows, or replay
         loaded = agent.load(ticket, memory, blocks=range(ticket.usable_blocks))
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from kvstore.client.agent.config import AgentConfig
+from kvstore.client.agent.config import AgentConfig, reachable
 from kvstore.client.agent.counters import WindowCounters
 from kvstore.client.agent.directory import DirectoryClient
 from kvstore.client.agent.finder import HERE, WindowFinder, kinds
@@ -73,7 +73,7 @@ class Agent:
         self.directory: DirectoryClient | None = None
         self.server: PeerServer | None = None
         self._teller: Teller | None = None
-        cluster, owner, asks = client.map.tag, client.owner, config.directories
+        cluster, owner, asks = client.map.tag, client.owner, config.directories or client.map.directories
         with ExitStack() as stack:  # closes what was made where the rest cannot be
             stack.callback(self.windows.clear)
             self.peers = stack.enter_context(Peers(cluster=cluster, owner=owner, config=config.peer))
@@ -86,8 +86,10 @@ class Agent:
                 )
                 stack.callback(self.server.close)
             self.finder = WindowFinder(self.windows, self.directory, self.peers, self.counters, config.older_blocks_max)
-            self.finder.address = self.address = (config.advertise or self.server.address) if self.server is not None else HERE
-            if self.directory is not None and self.server is not None:
+            self.address = (config.advertise or self.server.address) if self.server is not None else HERE
+            if reachable(self.address, asks):
+                self.finder.address = self.address
+            if self.directory is not None and self.finder.address != HERE:
                 self._teller = Teller(self.directory, self.address)
                 stack.callback(self._teller.close, config.close_seconds)
             self._made = stack.pop_all()
@@ -117,7 +119,7 @@ class Agent:
         def at_hand(usable: int) -> bool:
             found.extend(self.finder.candidates(keys, usable, accept))
             first = found[0] if found else None
-            where = "missing" if first is None or first.block != usable else "own" if self.address in first.holders else "peer"
+            where = "missing" if first is None or first.block != usable else "own" if self.finder.address in first.holders else "peer"
             self.counters.looked_up(where)
             return where != "missing"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,11 +23,11 @@ class AgentConfig:
     window_seconds: float = LIFETIME_SECONDS  # after their last use
     slots: int = WINDOW_SLOTS  # tokens that an entry covers, and that the engine computes of every prompt in any case
     older_blocks_max: int = 20  # how far below the hit an older entry is of use: as many blocks as the encoder has layers
-    directories: tuple[str, ...] = ()  # window directories, host:port; none: this host's entries alone
+    directories: tuple[str, ...] = ()  # window directories, ip:port; none: those of the cluster map
     directory_seconds: float = 0.02  # what a lookup waits for them
     fetch_seconds: float = 0.1  # what window() may take, all holders together
     serve: bool = True  # give entries to other agents, where there are directories to tell them
-    host: str = "127.0.0.1"  # ... at this address
+    host: str = "127.0.0.1"  # ... at this address; on loopback, to agents of this host
     port: int = 0  # 0: any free one
     advertise: str = ""  # host:port at which others reach it; "": as above
     peer: PeerConfig = field(default_factory=PeerConfig)  # limits towards other agents
@@ -43,3 +45,17 @@ class AgentConfig:
     def _need(self, name: str, fine: bool, range_text: str) -> None:
         if not fine:
             raise ConfigError("E150", f"agent {name} = {getattr(self, name)}", f"must be {range_text}")
+
+
+def reachable(address: str, directories: Iterable[str]) -> bool:
+    """Whether an agent at `address` may be named to all who ask `directories`: loopback is another host to each, 0.0.0.0 is none."""
+    return not _loopback(address) or all(_loopback(directory) for directory in directories)
+
+
+def _loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        found = ipaddress.ip_address(host)
+        return found.is_loopback or found.is_unspecified
+    except ValueError:
+        return host == "localhost"
