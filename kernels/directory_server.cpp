@@ -100,7 +100,7 @@ void bind_directory(nb::module_& m) {
             FrontConfig f;
             directory::Config c;
             if (cluster16.size() != f.cluster.size()) throw nb::value_error("cluster16: 16 bytes needed");
-            if (!connections_max || memory_bytes < (1u << 20)) throw nb::value_error("connections and memory: 1 or more, 1 MiB or more");
+            if (!connections_max || memory_bytes < (2u << 20)) throw nb::value_error("connections and memory: 1 or more, 2 MiB or more");
             if (!(progress_timeout_seconds > 0 && progress_timeout_seconds < 1e6 && idle_timeout_seconds > 0 && idle_timeout_seconds < 1e6 &&
                   lifetime_seconds >= 1 && lifetime_seconds <= 86400))
               throw nb::value_error("timeouts: above 0 and below 1e6 s; lifetime: 1 s to a day");

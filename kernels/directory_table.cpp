@@ -13,12 +13,13 @@ namespace kv::directory {
 namespace {
 constexpr uint32_t SEGMENTS_A_SWEEP = 64;   // at most: 0.5 ms
 constexpr uint64_t BOOK_BYTES = 64;         // of a segment, beside its slots: row, and heads that name it
-constexpr uint32_t SPLIT_DIVISOR = 4;       // a segment that is not even a quarter full is not cut: two unlucky buckets are no reason
+constexpr uint32_t SPLIT_MIN = 128;         // entries: a segment with fewer is not cut, however unlucky two of its buckets are
 }  // namespace
 
 Table::Table(uint64_t memory_bytes, const std::array<uint8_t, 16>& secret)
     : secret_(secret),
-      segments_max_(uint32_t(std::clamp<uint64_t>(memory_bytes / (SEGMENT_BYTES + BOOK_BYTES), 1, 1u << 24))),
+      segments_max_(uint32_t(
+          std::clamp<uint64_t>((memory_bytes - std::min<uint64_t>(memory_bytes, AGENTS_BYTES)) / (SEGMENT_BYTES + BOOK_BYTES), 1, 1u << 24))),
       depth_max_(uint32_t(std::bit_width(segments_max_)) + 1),
       mapped_bytes_(size_t(segments_max_) * SEGMENT_BYTES),
       heads_(1, 0),
@@ -191,7 +192,7 @@ uint32_t Table::add_segment() {
 
 bool Table::split(uint32_t segment, const Print& print) {
   const uint8_t depth = segments_[segment].depth;
-  if (segments_.size() >= segments_max_ || depth >= depth_max_ || segments_[segment].used < SLOTS / SPLIT_DIVISOR) return false;
+  if (segments_.size() >= segments_max_ || depth >= depth_max_ || segments_[segment].used < SPLIT_MIN) return false;
   if (depth == depth_) {
     std::vector<uint32_t> twice(heads_.size() * 2);
     for (size_t i = 0; i < twice.size(); i++) twice[i] = heads_[i / 2];
@@ -217,7 +218,7 @@ bool Table::split(uint32_t segment, const Print& print) {
 
 void Table::count_memory() {
   stats.memory_bytes.store(segments_.size() * (SEGMENT_BYTES + sizeof(Segment)) + heads_.size() * sizeof(uint32_t) +
-                               agents_.size() * sizeof(Agent),
+                               AGENTS_BYTES,
                            std::memory_order_relaxed);
 }
 

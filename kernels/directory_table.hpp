@@ -79,6 +79,7 @@ class Table {
     uint64_t floor = 0;   // entries that expire no later were wiped
     uint64_t entries = 0;
   };
+  static constexpr uint64_t AGENTS_BYTES = (AGENTS_MAX + 1) * sizeof(Agent);   // 1 MiB, there from the start, and in the cap
   struct Buckets {
     Slot* of[2];
   };

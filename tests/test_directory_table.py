@@ -15,6 +15,7 @@ from kvstore.wire import Status, Verb
 
 TICK_SECONDS = LIFETIME_SECONDS / 8192
 SEGMENT_BYTES = 64 << 10
+BOOK_BYTES = 16 * 65536  # of agents, there from the start
 
 
 class Oracle:
@@ -78,15 +79,14 @@ def fill(directory: Served, peers: list[Peer], count: int, seed: int = 7) -> Key
 
 def test_it_keeps_within_its_memory_and_loses_what_would_have_expired_first() -> None:
     segments = 16
-    with served(memory_bytes=segments * (SEGMENT_BYTES + 64)) as directory:
+    with served(memory_bytes=BOOK_BYTES + segments * (SEGMENT_BYTES + 64)) as directory:
         peers = [Peer(directory, f"10.0.0.{n}:1") for n in range(4)]
         old = fill(directory, peers, 3 * 8192, seed=1)
         directory.now += 60
         young = fill(directory, peers, 12 * 8192, seed=2)
         stats = directory.stats
         assert stats["entries"] <= segments * 4096 and stats["entries"] + stats["evicted"] == len(old) + len(young)
-        table_bytes = stats["memory_bytes"] - 16 * 65536  # the book of agents, there from the start
-        assert table_bytes <= segments * (SEGMENT_BYTES + 64), "the cap is kept"
+        assert stats["memory_bytes"] <= stats["memory_max_bytes"], "the cap is kept"
         assert stats["entries"] > 0.95 * segments * 4096, "and all of it is used"
         found_old = sum(bool(held) for part in np.array_split(old, 48) for held in peers[0].locate(part))
         assert found_old < 0.02 * len(old), "the old went first"
@@ -129,3 +129,16 @@ def test_growing_never_holds_up_an_answer() -> None:
             slowest.append(time.perf_counter() - began)
         assert sorted(slowest)[-5] < 0.1 < DEADLINE_SECONDS
         assert directory.stats["entries"] == 110 * 8192
+
+
+def test_keys_with_four_holders_each_lose_none_while_there_is_room() -> None:
+    """Holders of a key share two buckets: these fill in steps of four."""
+    with served(memory_bytes=64 << 20) as directory:
+        peers = [Peer(directory, f"10.0.0.{n}:1") for n in range(4)]
+        keys = keys_of(6, 40_000)
+        for part in np.array_split(keys, 40):
+            for peer in peers:
+                peer.register(part)
+        stats = directory.stats
+        assert stats["entries"] == 160_000 and stats["evicted"] == stats["displaced"] == 0
+        assert stats["memory_bytes"] / stats["entries"] < 80

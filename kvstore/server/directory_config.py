@@ -44,7 +44,7 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("port", 0, 65535),
     ("admin_port", 0, 65535),
     ("http_port", 0, 65535),
-    ("memory_bytes", 1 << 20, 1 << 40),
+    ("memory_bytes", 2 << 20, 1 << 40),
     ("lifetime_seconds", 1, 86400),
     ("connections_max", 1, 1_000_000),
     ("idle_timeout_seconds", 0.1, 1e6),

@@ -113,7 +113,7 @@ int main(int argc, char** argv) {
   need(argc == 3, "directory_stress ROUNDS SEED");
   const uint64_t rounds = std::strtoull(argv[1], nullptr, 10);
   dice.seed(std::strtoull(argv[2], nullptr, 10));
-  Directory directory({.memory_bytes = 12 * ((64 << 10) + 64), .lifetime_ms = 10'000, .virtual_clock = true});
+  Directory directory({.memory_bytes = (1 << 20) + 12 * ((64 << 10) + 64), .lifetime_ms = 10'000, .virtual_clock = true});
   std::atomic<bool> over{false};
   std::thread reader([&] {
     while (!over.load()) need(directory.status().memory_bytes > 0, "status");
