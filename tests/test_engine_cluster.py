@@ -12,6 +12,7 @@ import pytest
 from client_tools import WAIT_SECONDS, cluster_of
 
 from kvstore.client import Client, ClientConfig
+from kvstore.client.agent.agent import Agent
 from kvstore.engine_integration.engine import Engine, EngineConfig, RequestOptions, Response
 from kvstore.engine_integration.model import TINY, hit_tokens_max
 from kvstore.engine_integration.model.model import Model
@@ -96,3 +97,70 @@ def test_a_missing_window_is_made_up_for_as_asked(cluster: LocalCluster, mode: s
             assert response.tokens == alone(prompt, 20) and response.depth == response.approximate_tokens == 0
         else:
             assert (response.depth, response.approximate_tokens) == (1, 24)
+
+
+def test_an_older_window_is_taken_when_it_is_near_and_a_bounded_replay_when_not(cluster: LocalCluster) -> None:
+    """`auto` with four encoder layers: an entry at most two blocks older."""
+    prompt = text(250, seed=21)
+    for had, window, replayed in ((197, "older", 32), (181, "bounded", 16)):
+        with engine_of(cluster) as engine:
+            ask(engine, prompt, 1, resume="off")  # all blocks; a repeat of the prompt needs the entry at 224
+            host = engine.cache.host
+            assert isinstance(host, Agent)
+            host.windows.clear()
+            ask(engine, prompt[:had], 1, resume="off")  # entries at 192 and 160, or at 176 and 144
+            response = ask(engine, prompt, resume="auto", store=False)
+            assert (response.window, response.replayed_tokens) == (window, replayed)
+            assert (response.tokens == alone(prompt, 20)) or window == "bounded"
+
+
+def test_approximations_are_read_by_those_who_accept_them_and_grow_no_deeper_than_they_may(cluster: LocalCluster) -> None:
+    """A conversation whose windows are lost after each turn: each turn replays bounded, one deeper, until `depth_max`; then exact. One who
+    wants exact blocks reads none of what they wrote."""
+    tokens = text(90, seed=31)
+    with engine_of(cluster) as engine:
+        tokens += ask(engine, tokens, 40).tokens
+    seen = []
+    for turn in range(4):
+        tokens = tokens + text(30, seed=32 + turn)
+        with engine_of(cluster, EngineConfig(depth_max=2)) as engine:
+            response = ask(engine, tokens, 40)
+        seen.append((response.window, response.depth))
+        assert response.cached_tokens > 0 and (response.approximate_tokens > 0) == (response.depth > 0)
+        tokens = tokens + response.tokens
+    assert seen == [("bounded", 1), ("bounded", 2), ("exact", 2), ("exact", 2)]
+    with engine_of(cluster) as engine:
+        strict = ask(engine, tokens, resume="exact", store=False)
+        assert strict.depth == 0 and strict.tokens == alone(tokens, 20)
+        assert 0 < strict.cached_tokens + strict.replayed_tokens <= 128, "blocks of the first turn alone are exact"
+
+
+def test_a_tenants_secret_keeps_its_prompts_to_itself(cluster: LocalCluster) -> None:
+    prompt = text(120, seed=41)
+    with engine_of(cluster) as engine:
+        ask(engine, prompt, 1, secret=b"one tenant's secret")
+        assert ask(engine, prompt, 1, secret=b"another one's secret", store=False).cached_tokens == 0
+        assert ask(engine, prompt, 1, secret=b"one tenant's secret", store=False).cached_tokens == 96
+
+
+def test_requests_arriving_at_random_share_the_engine_and_the_cache(cluster: LocalCluster) -> None:
+    chosen = random.Random(7)
+    for batch in (3, 8):
+        prompts = [text(chosen.randrange(30, 150), seed=50 + number % 3) for number in range(batch)]
+        with engine_of(cluster) as engine:
+            requests = []
+            for number, prompt in enumerate(prompts):
+                if requests:
+                    next(requests[chosen.randrange(len(requests))].stream())  # some are in mid-answer, others not begun
+                requests.append(engine.submit(prompt, options=RequestOptions(max_tokens=12, speculate=number % 2 == 0, resume="exact")))
+            for request, prompt in zip(requests, prompts, strict=True):
+                assert request.result(WAIT_SECONDS).tokens == alone(prompt, 12)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 21, 22, 23, 37, 38, 39, 49, 54])
+def test_every_edge_of_the_hit_rule_answers_as_without_a_cache(cluster: LocalCluster, length: int) -> None:
+    prompt = text(64, seed=61)[:length]
+    with engine_of(cluster) as engine:
+        ask(engine, prompt, 3, resume="exact")
+        response = ask(engine, prompt, 3, resume="exact", store=False)
+        assert response.cached_tokens == hit_tokens_max(TINY, length) and response.tokens == alone(prompt, 3)

@@ -127,6 +127,20 @@ def test_fewer_blocks_than_promised_are_a_shorter_hit(host: Faulty, plane: int) 
     host.fault = None
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_load_that_gives_some_blocks_is_a_hit_of_those(host: Faulty, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    """As when an extent in the middle is gone: the rest of the ticket is computed."""
+
+    def short(began: Any, ticket: Ticket, destination: Any, **rest: Any) -> Planes:
+        return Agent.planes_with(host, began, ticket, destination[:blocks], **{**rest, "blocks": range(blocks)})
+
+    monkeypatch.setattr(host, "planes_with", short)
+    with Engine(model(), host) as engine:
+        response = ask(engine, store=False, resume="exact")
+        assert response.tokens == answer() and engine.stats()["loads_short"] == 1
+        assert response.cached_tokens + response.replayed_tokens == blocks * 128
+
+
 def test_layers_are_computed_while_later_planes_are_on_their_way(host: Faulty) -> None:
     """The last plane is held back until the first source's layers were computed."""
     computed = threading.Event()

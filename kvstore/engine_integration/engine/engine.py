@@ -312,7 +312,7 @@ class Engine:
         """Fewer blocks came: all that was computed so far is thrown away, and a new plan made from those that did."""
         self.counts["loads_short"] += 1
         task.release()
-        task.stored_blocks = 0
+        task.forget()
         task.phase = Phase.WAITING
         self._running.remove(task)
         self._waiting.insert(0, task)

@@ -141,6 +141,12 @@ class Task:
             self.state.release()
             self.state, self.releasing = None, False
 
+    def forget(self) -> None:
+        """The plan it ran by fell short: another is made, and says what the rows are worth. What was said before stays, and its worth."""
+        self.stored_blocks = 0
+        if not self.preemptions:
+            self.worth = Worth(0, 0)
+
     # --- computing ---
 
     @property
