@@ -241,6 +241,38 @@ def test_misuse_is_told_to_the_caller(site: Site) -> None:
         agent.lookup(prompt(1001))
 
 
+def test_a_forked_child_lets_go_of_nothing_of_its_parents(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41) as agent:
+        staged = agent.stage(agent.lookup(prompt(1001)))
+        assert staged.finish().blocks == BLOCKS
+        child = os.fork()
+        if child == 0:
+            staged.release()
+            agent.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert site.agent.status()["pinned_bytes"] and agent.attached
+        assert agent.lookup(prompt(1001)).hit_blocks == BLOCKS and np.array_equal(staged.rows, site.prompts[1001])
+        staged.release()
+        site.agent.until_free()
+
+
+def test_a_worker_may_be_closed_by_who_is_told_of_a_store(site: Site) -> None:
+    agent = WorkerAgent(site.path, layout=V41)
+    keys = chain(4, V41)
+    closed = threading.Event()
+    future = agent.store(keys, bytes_of(keys, V41), first_block=0)
+    future.add_done_callback(lambda _: (agent.close(), closed.set()))
+    assert closed.wait(20)
+
+
+def test_a_prompt_of_no_whole_block_is_an_empty_ticket(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41) as agent:
+        ticket = agent.lookup(prompt(1001)[:0], input_tokens=100)
+        assert ticket.hit_blocks == 0 and agent.stage(ticket).finish().outcome is LoadOutcome.COMPLETE
+        assert agent.load(ticket).blocks == 0 and list(agent.planes(ticket, None)) == []
+
+
 # --- a worker is killed ---
 
 
@@ -360,6 +392,7 @@ def test_an_agent_that_hangs_costs_the_deadline_and_no_more(site: Site, tmp_path
     path = tmp_path / "a.sock"
     with agent_of(site.cluster.map_path, path, *LIMITS) as hung, WorkerAgent(path, layout=V41) as agent:
         ticket = agent.lookup(prompt(1001))
+        assert agent.keep_window(prompt(1001), 512, bytes(1_415_040))
         hung.kill(signal.SIGSTOP)
         began = time.monotonic()
         assert agent.lookup(prompt(1001), deadline_seconds=0.1).hit_blocks == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import queue
 import socket
 import threading
@@ -88,6 +89,7 @@ class Attachment:
         self.own = own
         self.own_ranges = Arena(welcome.own_bytes)
         self._link = link
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
@@ -108,7 +110,9 @@ class Attachment:
         return call
 
     def tell(self, kind: Kind, number: int, *parts: bytes) -> None:
-        """Without an answer of its own. Raises Gone."""
+        """Without an answer of its own. Raises Gone, also in a forked child: what it let go of would be its parent's."""
+        if os.getpid() != self._pid:
+            raise Gone("a forked process")
         try:
             self._link.send(kind, number, *parts)
         except OSError as error:
@@ -176,6 +180,11 @@ class Attachment:
 
     def close(self) -> None:
         self._link.close()
+
+    @property
+    def telling(self) -> bool:
+        """Whether this thread is the one that tells of answers: it must not wait for itself."""
+        return threading.current_thread() is self._teller
 
     # --- memory ---
 

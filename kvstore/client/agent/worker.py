@@ -506,14 +506,17 @@ class WorkerAgent:
         }
 
     def close(self) -> None:
-        """Detaches: the agent lets go of all that was pinned. Memory that is still looked at stays mapped. A second call does nothing."""
+        """Detaches: the agent lets go of all that was pinned. Memory that is still looked at stays mapped. A second call does nothing, nor
+        does one in a forked child."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             self._closed = True
             attachment = self._attachment
             self._changed.notify_all()
         if attachment is not None:
             attachment.close()
-        if os.getpid() == self._pid:
+        if attachment is None or not attachment.telling:
             self._thread.join()
 
     def __enter__(self) -> Self:
