@@ -48,6 +48,7 @@ A worker attaches with kvstore.client.agent.worker.WorkerAgent(SOCKET, layout=..
     add("--workers", metavar="N", type=int, help="engine workers at once (default 16)")
     add("--kinds", metavar="N", type=int, help="kinds of engines at once: layout, owner, KV group, block size (default 1)")
     add("--listen", metavar="HOST:PORT", help="where other agents reach this one (default 127.0.0.1 and any free port)")
+    add("--advertise", metavar="HOST:PORT", help="the address that others are told (default: that of --listen)")
     add("--directory", metavar="HOST:PORT", action="append", default=[], help="a window directory (repeatable; default: those of the map)")
     add("--http", metavar="HOST:PORT", help="of /livez, /readyz and /metrics (default 127.0.0.1 and any free port)")
     add("--ticket-key", metavar="FILE", help="16 to 64 bytes that all agents share, so that each redeems the others' tickets")
@@ -71,6 +72,7 @@ _FLAGS: Final[dict[str, tuple[str, Callable[[Any], Any]]]] = {
     "ticket_key": ("ticket_key_path", Path),
     "within": ("drain_seconds", parse_seconds),
     "to": ("drain_to", str),
+    "advertise": ("advertise", str),
 }
 
 

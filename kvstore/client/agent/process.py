@@ -251,7 +251,7 @@ class AgentProcess:
                 handoffs=taker.inbox,
                 config=AgentConfig(
                     window_bytes=config.window_bytes // config.kinds_max, slots=kind.slots,
-                    directories=config.directories or self.map.directories,
+                    directories=config.directories, advertise="" if self._agents else config.advertise,
                     host=config.host, port=0 if self._agents else config.port,
                 ),
             )  # fmt: skip

@@ -30,6 +30,7 @@ class ProcessConfig:
     kinds_max: int = 1  # of engines (layout, owner, KV group, block tokens); windows are shared out among them
     host: str = "127.0.0.1"  # where other agents reach this one
     port: int = 0
+    advertise: str = ""  # host:port by which others reach it, where that is another; of the first kind of engines
     directories: tuple[str, ...] = ()  # window directories, host:port; none: those of the map
     http_host: str = "127.0.0.1"
     http_port: int = 0
@@ -49,8 +50,9 @@ class ProcessConfig:
         self._need("port", 0 <= self.port <= 65535, "0 to 65535")
         self._need("http_port", 0 <= self.http_port <= 65535, "0 to 65535")
         self._need("drain_seconds", 0 < self.drain_seconds <= 3600, "above 0, at most 3600")
-        if self.drain_to:
-            address_of(self.drain_to)
+        for address in (self.drain_to, self.advertise):
+            if address:
+                address_of(address)
         if len(os.fsencode(self.socket_path)) > SOCKET_PATH_BYTES_MAX:
             raise ConfigError("E187", f"socket {self.socket_path}", f"is longer than {SOCKET_PATH_BYTES_MAX} bytes", "name a shorter path")
 
