@@ -302,6 +302,30 @@ AUDIT: Final = (
     ),
 )
 
+ENGINE: Final = (
+    Metric("kvstore_engine_open_requests", "gauge", "Requests that wait for room, and that run.", {"state": ("waiting", "running")}),
+    Metric("kvstore_engine_pages", "gauge", "Pages of one block for the rows of running requests.", {"state": ("free", "used")}),
+    Metric(
+        "kvstore_engine_computed_tokens_total",
+        "counter",
+        "Tokens of prompts computed, replayed ones included, and tokens of answers computed, the first of each answer not counted.",
+        {"phase": ("prefill", "decode")},
+    ),
+    Metric("kvstore_engine_preemptions_total", "counter", "Running requests that lost their pages to another, and went on later."),
+    Metric(
+        "kvstore_engine_guessed_tokens_total",
+        "counter",
+        "Tokens guessed ahead, of requests that ended, by what the model said of them.",
+        {"result": ("accepted", "rejected")},
+    ),
+    Metric(
+        "kvstore_engine_cache_faults_total",
+        "counter",
+        "Times the cache gave less than it promised or failed: the rest was computed, or not stored.",
+        {"kind": ("lookup", "load", "window", "store")},
+    ),
+)
+
 WINDOW_USES: Final = ("none", "hit", "older", "exact", "bounded")  # kvstore/engine_integration/model/resume.py
 FIRST_TOKEN_BOUNDS_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

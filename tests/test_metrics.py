@@ -28,6 +28,7 @@ from kvstore.metrics import (
     AUDIT,
     CLIENT,
     COMMON,
+    ENGINE,
     LATENCY_BOUNDS_SECONDS,
     NODE,
     OPS,
@@ -45,7 +46,7 @@ from kvstore.server.directory_config import DirectoryConfig
 from kvstore.server.local import LocalCluster
 from kvstore.server.lookup_service import LookupService, LookupServiceConfig
 
-EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *LOOKUP, *CLIENT, *WINDOW, *AUDIT, *SERVER, *AGENT)
+EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *LOOKUP, *CLIENT, *WINDOW, *AUDIT, *ENGINE, *SERVER, *AGENT)
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
 
 
@@ -240,7 +241,7 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
         lookup_service(cluster.map_path, tmp_path) as fifth,
     ):
         # Of an engine and its server: tests/test_shadow_audit.py and test_engine_server.py ask real ones.
-        texts = [generate_latest(metrics.registry_of((*AUDIT, *SERVER), lambda values: None)).decode()]
+        texts = [generate_latest(metrics.registry_of((*AUDIT, *ENGINE, *SERVER), lambda values: None)).decode()]
         for page in (cluster.map.nodes[0].metrics_address, f"127.0.0.1:{port}", third, fourth, fifth):
             with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
                 texts.append(answer.read().decode())

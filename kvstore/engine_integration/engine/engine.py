@@ -459,6 +459,8 @@ class Engine:
         self.counts[f"finished_{reason}"] += 1
         self.counts["prompt_tokens"] += response.prompt_tokens
         self.counts["cached_tokens"] += response.cached_tokens
+        self.counts["guessed_tokens"] += response.guessed_tokens
+        self.counts["accepted_tokens"] += response.accepted_tokens
         task.request.end(response)
 
     def _fail(self, task: Task, error: Exception) -> None:

@@ -18,11 +18,12 @@ from kvstore.client.agent.config import AgentConfig
 from kvstore.client.agent.metrics import agent_registry
 from kvstore.clustermap import ClusterMap
 from kvstore.engine_integration.engine import Engine, EngineConfig
+from kvstore.engine_integration.engine.metrics import read_engine
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.server.app import Service, app_of
 from kvstore.engine_integration.server.metrics import Answers
 from kvstore.engine_integration.server.template import Template
-from kvstore.metrics import AUDIT, SERVER, TableCollector
+from kvstore.metrics import AUDIT, ENGINE, SERVER, TableCollector
 
 CONTEXT_TOKENS: Final = 32_768
 CONNECTIONS_MAX: Final = 256
@@ -94,4 +95,5 @@ def _metrics(engine: Engine, agent: Agent, answers: Answers) -> Callable[[], byt
     registry = agent_registry(agent)
     registry.register(TableCollector(SERVER, answers.read))
     registry.register(TableCollector(AUDIT, engine.audit.read))
+    registry.register(TableCollector(ENGINE, lambda values: read_engine(engine, values)))
     return lambda: generate_latest(registry)
