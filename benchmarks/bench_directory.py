@@ -34,15 +34,14 @@ ENTRIES: Final = 10_000_000
 @contextmanager
 def directory() -> Iterator[tuple[int, tuple[str, int]]]:
     """A directory process: pid, address."""
-    command = module_command("kvstore.server")
-    process = subprocess.Popen([*command, "directory", "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        assert process.stdout is not None
-        host, _, port = str(_ready(process.stdout)["address"]).rpartition(":")
-        yield process.pid, (host, int(port))
-    finally:
-        process.terminate()
-        process.wait()
+    command = [*module_command("kvstore.server"), "directory", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            host, _, port = str(_ready(process.stdout)["address"]).rpartition(":")
+            yield process.pid, (host, int(port))
+        finally:
+            process.terminate()
 
 
 def _ready(stdout: IO[bytes]) -> dict[str, object]:
