@@ -260,6 +260,20 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_sent() -> None:
         PeerConfig(threads=0)
 
 
+def test_a_source_that_fails_costs_its_asker_the_connection_and_nobody_else_anything() -> None:
+    def windows(owner: bytes, asked: bytes) -> bytes:
+        if asked == key(1):
+            raise RuntimeError("a bug of the source")
+        return b"entry"
+
+    server = PeerServer("127.0.0.1", 0, windows=windows, config=PeerConfig(threads=1))
+    with Peers(config=PATIENT) as peers, Peers(config=PATIENT) as others:
+        assert peers.fetch_window(server.address, key(1), WAIT_SECONDS) is None
+        assert others.fetch_window(server.address, key(2), WAIT_SECONDS) == b"entry"
+        assert server.stats()["faults"] == 1
+    server.close()
+
+
 # --- limits ---
 
 

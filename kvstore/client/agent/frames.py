@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, TypeAlias
 
+import numpy as np
 import xxhash
 
 from kvstore import tcp, wire
@@ -116,7 +117,7 @@ def handoff_digest(handoff_id: bytes, sums: Iterable[Sequence[int]]) -> bytes:
     """`sums`: per section those of its parts."""
     whole = xxhash.xxh3_128(handoff_id)
     for section in sums:
-        whole.update(struct.pack(f"<{len(section)}Q", *section))
+        whole.update(np.asarray(section, "<u8").tobytes())
     return whole.digest()
 
 

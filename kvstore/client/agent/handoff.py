@@ -17,6 +17,7 @@ import select
 import socket
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ class HandoffSender:
         self._peers, self._address = peers, address
         self._numbers = {name: i for i, (name, _) in enumerate(offer.sections)}
         self._given: set[int] = {i for i, (_, size) in enumerate(offer.sections) if size == 0}
-        self._sums = [[0] * offer.parts(i) for i in range(len(offer.sections))]
+        self._sums = [array("Q", bytes(8 * offer.parts(i))) for i in range(len(offer.sections))]
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._ending = False  # no more jobs will come

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum
@@ -56,7 +57,7 @@ class Arrival:
         self._heard = now
         self._first = list(accumulate((size for _, size in offer.sections), initial=0))
         self._parts = [bytearray(offer.parts(i)) for i in range(len(offer.sections))]
-        self._sums = [[0] * len(parts) for parts in self._parts]
+        self._sums = [array("Q", bytes(8 * len(parts))) for parts in self._parts]  # a handoff may have millions
         self._missing = [len(parts) for parts in self._parts]
         self._numbers = {name: i for i, (name, _) in enumerate(offer.sections)}
 

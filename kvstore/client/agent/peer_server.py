@@ -356,6 +356,9 @@ class _Loop:
             alive = link.turn()
         except OSError:
             alive = False
+        except Exception:  # of a window source or a sink: one connection ends, not the thread that serves all others
+            self.server.count("faults")
+            alive = False
         if not alive:
             self._end(link)
             return
