@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.cli.cluster import ask_nodes, require_some
 from kvstore.cli.output import Output
-from kvstore.cli.up import K, M, short_path, stop_on_signals
+from kvstore.cli.up import K, M, check_erasable, check_room, short_path, stop_on_signals
 from kvstore.clustermap import ClusterMap
 from kvstore.config import xdg
 from kvstore.errors import ConfigError, UsageError
@@ -58,6 +59,7 @@ It needs torch: pip install 'kvstore[engine]'. There is no login: listen on 127.
     serve.add_argument("--listen", metavar="HOST:PORT", default=LISTEN, help=f"where to answer (default {LISTEN}; port 0: any free one)")
     serve.add_argument("--directory", metavar="DIR", type=Path, help="of its own cluster (default: this user's data directory)")
     serve.add_argument("--nodes", metavar="N", default=str(NODES), help=f"of its own cluster (default {NODES}, coded {K}+{M})")
+    serve.add_argument("--fresh", action="store_true", help="erase what its own cluster holds first")
     serve.add_argument("--threads", metavar="N", default="1", help="that compute (default 1; the same number for all that share a cache)")
     serve.add_argument(
         "--queue", metavar="N", default=str(QUEUE), help=f"requests that may wait; more are refused with 429 (default {QUEUE})"
@@ -92,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
         model, weights = load_model(model_name, args.weights, threads)
         out.step("ok", "model", f"{model_name}, weights {weights}{_noise(weights)}, {time.monotonic() - began:.1f} s")
         config = ServeConfig(queue_max=queue, directories=tuple(args.window_directory), audit_every=audit)
-        cluster_map, cluster = _cluster(args, out, stack, nodes)
+        cluster_map, map_path, cluster = _cluster(args, out, stack, nodes)
         url = stack.enter_context(serving(model, weights, cluster_map, listening, config))
         out.step("ok", "server", url)
-        _ready(out, url, model_name, cluster_map, cluster, time.monotonic() - started)
+        _ready(out, url, model_name, cluster_map, map_path, cluster, time.monotonic() - started)
         _watch(cluster, out, stop)
     out.note("stopped; what is cached is kept")
     return 0
@@ -143,26 +145,34 @@ def _noise(weights: str) -> str:
     return " (its text is noise, its cache is real)" if weights == "random" else ""
 
 
-def _cluster(args: argparse.Namespace, out: Output, stack: contextlib.ExitStack, nodes: int) -> tuple[ClusterMap, LocalCluster | None]:
+def _cluster(
+    args: argparse.Namespace, out: Output, stack: contextlib.ExitStack, nodes: int
+) -> tuple[ClusterMap, Path, LocalCluster | None]:
     """The one that is named; else one of our own, kept from start to start."""
     named = args.settings["map"]
-    if named is not None and args.directory is not None:
-        raise UsageError("E140", "both --map and --directory", fix="one of them: a cluster that runs, or where to start one")
+    if named is not None and (args.directory is not None or args.fresh):
+        raise UsageError("E140", "--map with --directory or --fresh", fix="one of them: a cluster that runs, or where to start one")
     if named is not None:
         cluster_map = ClusterMap.load(Path(named))
+        require_some(ask_nodes(cluster_map, args.settings["timeout"], values=False), cluster_map)
         out.step("ok", "cluster", f"{cluster_map.cluster_id}, {len(cluster_map.newest.nodes)} nodes, {cluster_map.k}+{cluster_map.m}")
-        return cluster_map, None
+        return cluster_map, Path(named), None
     directory = args.directory or xdg("data") / "engine"
     k, m = (K, M) if nodes >= K + M else (max(1, nodes - M), min(M, nodes - 1))
-    cluster = LocalCluster(directory, nodes, capacity_bytes=CAPACITY_BYTES, k=k, m=m, cluster_id="engine")
+    if args.fresh:
+        check_erasable(directory)
+    cluster = LocalCluster(directory, nodes, capacity_bytes=CAPACITY_BYTES, k=k, m=m, cluster_id="engine", fresh=args.fresh)
+    room = check_room(cluster)
     stack.callback(cluster.stop)
     cluster.start()
-    out.step("ok", "nodes", f"{nodes} of {nodes}, {k}+{m}, in {short_path(directory)}")
-    return cluster.map, cluster
+    out.step("ok", "nodes", f"{nodes} of {nodes}, {k}+{m}, in {short_path(directory)}; {room}")
+    return cluster.map, cluster.map_path, cluster
 
 
-def _ready(out: Output, url: str, model: str, cluster_map: ClusterMap, cluster: LocalCluster | None, seconds: float) -> None:
-    option = f" --map {cluster.map_path}" if cluster is not None else ""
+def _ready(
+    out: Output, url: str, model: str, cluster_map: ClusterMap, map_path: Path, cluster: LocalCluster | None, seconds: float
+) -> None:
+    option = f" --map {map_path}"
     out.line(f"Ready in {seconds:.1f} s.", style="bold")
     out.line(f"  page   {url}")
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "import os"}}]}}'
@@ -176,7 +186,7 @@ def _ready(out: Output, url: str, model: str, cluster_map: ClusterMap, cluster: 
         "model": model,
         "pid": os.getpid(),
         "ready_seconds": round(seconds, 3),
-        "map": str(cluster.map_path) if cluster is not None else None,
+        "map": str(map_path),
         "node_pids": [cluster.pid(node) for node in range(cluster.nodes_count)] if cluster is not None else [],
     }
     out.frame(data, cluster=cluster_map.cluster_id, epoch=cluster_map.epoch)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     out.line(f"kvstore {version()}   local cluster in {short_path(directory)}")
     cluster = _cluster(args, directory)
     try:
-        out.step("ok", "checks", _checks(cluster, args.settings["port"]))
+        out.step("ok", "checks", check_room(cluster, args.settings["port"]))
         cluster.start()
         out.step("ok", "nodes", _nodes(cluster))
         if addresses := cluster.map.directories:
@@ -103,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _cluster(args: argparse.Namespace, directory: Path) -> LocalCluster:
     settings = args.settings
-    if args.fresh and directory.exists() and any(directory.iterdir()) and not (directory / "lock").exists():
-        raise UsageError("E136", f"{directory} is not a directory of kvstore up", "it holds other files", "name another with --dir")
+    if args.fresh:
+        check_erasable(directory)
     if settings["capacity"] < CAPACITY_BYTES_MIN:
         raise UsageError(
             "E131", f"--capacity {settings['capacity']} bytes", fix=f"give each node {format_bytes(CAPACITY_BYTES_MIN)} or more"
@@ -126,12 +126,20 @@ def _cluster(args: argparse.Namespace, directory: Path) -> LocalCluster:
     )
 
 
-def _checks(cluster: LocalCluster, port: int) -> str:
-    """Raises UsageError E143 where the disk has no room for even a little data."""
+def check_erasable(directory: Path) -> None:
+    """Raises UsageError E136 for a directory that holds anything but a local cluster."""
+    if directory.exists() and any(directory.iterdir()) and not (directory / "lock").exists():
+        raise UsageError("E136", f"{directory} is not a directory of a local cluster", "it holds other files", "name another one")
+
+
+def check_room(cluster: LocalCluster, port: int = 0) -> str:
+    """What to tell of the disk. Raises UsageError E143 where it has no room for even a little data."""
     place = next(path for path in (cluster.directory, *cluster.directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < FREE_BYTES_MIN:
-        raise UsageError("E143", f"{place} has {format_bytes(free)} free", "a cluster needs 1 GB to start", "free some, or --dir elsewhere")
+        raise UsageError(
+            "E143", f"{place} has {format_bytes(free)} free", "a cluster needs 1 GB to start", "free some, or name a directory elsewhere"
+        )
     text = f"{format_bytes(free)} free"
     wanted = cluster.capacity_bytes * cluster.nodes_count
     if wanted > free:
