@@ -94,7 +94,7 @@ def take_chat(url: str, directory: Path) -> None:
             page.goto(url)
             page.click("#long")
             page.wait_for_function("document.getElementById('ask').value.length > 5000")
-            for turn, question in enumerate((None, "def resume(prompt, blocks):\n    "), 1):
+            for turn, question in enumerate((None, "def resume(self, blocks):\n        "), 1):
                 if question is not None:
                     page.fill("#ask", question)
                 page.click("#send")
