@@ -147,21 +147,23 @@ def test_the_second_turn_takes_all_that_the_first_left_from_the_cache(served: Se
 
 
 def test_a_turn_that_goes_to_another_server_hits_there_too(served: Served, window_directory: str, tmp_path: Path) -> None:
-    first = served.client.chat.completions.create(**ask(QUESTION + "elsewhere", max_tokens=40))
-    said = first.choices[0].message.content
-    messages = [
-        {"role": "user", "content": QUESTION + "elsewhere"},
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": "?" * 20},
-    ]
-    served.until_stored()
+    """Its blocks always; its window where it comes in time: on a busy machine that may be at the second or third conversation."""
+    exact = {"ignore_eos": True, "kvstore": {"resume": "exact"}}
     with server(tmp_path, window_directory, "--map", served.map) as other:
-        second = other.client.chat.completions.create(**{**ask(""), "messages": messages, "max_tokens": 4})
-        cache = (second.model_extra or {})["kvstore"]
-        assert cache["window"] == "hit" and cache["cached_tokens"] > 150 and cache["depth"] == 0
-        assert other.values()['kvstore_window_takes_total{where="peer"}'] == 1
-    again = served.client.chat.completions.create(**{**ask(""), "messages": messages, "max_tokens": 4})
-    assert again.choices[0].message.content == second.choices[0].message.content
+        for number in range(8):
+            asked = f"{QUESTION}elsewhere {number}"
+            said = served.client.chat.completions.create(**ask(asked, max_tokens=40)).choices[0].message.content
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}, {"role": "user", "content": "?" * 20}]
+            served.until_stored()
+            turn = {**ask(""), "messages": messages, "max_tokens": 4, "extra_body": exact}
+            second = other.client.chat.completions.create(**turn)
+            cache = (second.model_extra or {})["kvstore"]
+            assert cache["cached_tokens"] + cache["replayed_tokens"] > 150 and cache["depth"] == 0
+            again = served.client.chat.completions.create(**turn)
+            assert again.choices[0].message.content == second.choices[0].message.content
+            if cache["window"] == "hit":
+                break
+        assert cache["window"] == "hit" and other.values()['kvstore_window_takes_total{where="peer"}'] >= 1
 
 
 def test_a_stream_says_what_the_whole_says_and_ends_with_usage(served: Served) -> None:

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.client import Client, ClientConfig
-from kvstore.engine_integration.engine import Engine, RequestOptions, Response
+from kvstore.client.agent.agent import Agent
+from kvstore.engine_integration.engine import Engine, EngineConfig, RequestOptions, Response
+from kvstore.engine_integration.engine.host import agent_config
 from kvstore.engine_integration.model import ModelConfig, hit_tokens_max
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.server.template import Template
@@ -34,6 +36,8 @@ from kvstore.units import format_seconds
 KILLED: Final = (3, 8)
 ANSWER_TOKENS: Final = 8
 WAIT_SECONDS: Final = 300.0
+PATIENT: Final = EngineConfig(lookup_deadline_seconds=10.0, load_deadline_seconds=30.0)  # a busy machine must not turn hits into misses
+WINDOW_SECONDS: Final = 3600.0  # and on a slow one the last step comes late
 CAPACITY_BYTES: Final = 256 << 20
 # Name, source of its text, role and blocks of each turn. The agent's first turn is the description of its tools; then come their results.
 SCRIPTS: Final = (
@@ -81,9 +85,10 @@ def run_engine_story(
         LocalCluster(directory, 12, capacity_bytes=CAPACITY_BYTES) as cluster,
         Client(cluster.map, layout=model.layout, config=config) as client,
         Client(cluster.map, layout=model.layout, config=config) as other,
+        Agent(client, config=agent_config(model.config, serve=False, window_seconds=WINDOW_SECONDS)) as agent,
         Engine(model, None) as bare,
-        Engine(model, client) as first,
-        Engine(model, other) as second,
+        Engine(model, agent, PATIENT) as first,
+        Engine(model, other, PATIENT) as second,
     ):
         story = _Story(model, tell, progress, began)
         story.step("engine", f"{model.config.name}, weights {weights}; 12 of 12 nodes, {model.layout.block_bytes:,} bytes a block", True)

@@ -14,10 +14,10 @@ from prometheus_client import generate_latest
 
 from kvstore.client import Client, ClientConfig
 from kvstore.client.agent.agent import Agent
-from kvstore.client.agent.config import AgentConfig
 from kvstore.client.agent.metrics import agent_registry
 from kvstore.clustermap import ClusterMap
 from kvstore.engine_integration.engine import Engine, EngineConfig
+from kvstore.engine_integration.engine.host import agent_config
 from kvstore.engine_integration.engine.metrics import read_engine
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.server.app import Service, app_of
@@ -33,22 +33,8 @@ END_SECONDS: Final = 3.0  # for answers on their way when the server is told to 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     queue_max: int = 64  # requests that wait; more are refused
-    directories: tuple[str, ...] = ()  # window directories, host:port: windows of other hosts are found, and these hosts find ours
+    directories: tuple[str, ...] = ()  # window directories, ip:port; none: those of the cluster map
     audit_every: int = 0  # of N answers over a bounded replay one is computed again exactly; 0: none
-
-
-@contextlib.contextmanager
-def running_engine(
-    model: Model, cluster_map: ClusterMap, config: EngineConfig, agent_config: AgentConfig
-) -> Iterator[tuple[Engine, Agent]]:
-    """An engine whose cache is the cluster, while the block runs."""
-    client_config = ClientConfig(block_tokens=model.config.block, model_name=model.config.name)
-    with (
-        Client(cluster_map, layout=model.layout, config=client_config) as client,
-        Agent(client, config=agent_config) as agent,
-        Engine(model, agent, config) as engine,
-    ):
-        yield engine, agent
 
 
 @contextlib.contextmanager
@@ -56,11 +42,13 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
     """Answers on `listening`, a bound socket, while the block runs; gives the address."""
     host, port = listening.getsockname()[:2]
     draining = threading.Event()
-    agent_config = AgentConfig(
-        slots=model.config.slots, older_blocks_max=model.config.encoder_layers, directories=config.directories, host=host
-    )  # fmt: skip
-    engine_config = EngineConfig(queue_max=config.queue_max, audit_every=config.audit_every)
-    with running_engine(model, cluster_map, engine_config, agent_config) as (engine, agent):
+    with (
+        Client(
+            cluster_map, layout=model.layout, config=ClientConfig(block_tokens=model.config.block, model_name=model.config.name)
+        ) as client,
+        Agent(client, config=agent_config(model.config, directories=config.directories, host=host)) as agent,
+        Engine(model, agent, EngineConfig(queue_max=config.queue_max, audit_every=config.audit_every)) as engine,
+    ):
         answers = Answers()
         service = Service(
             engine=engine,
