@@ -73,14 +73,14 @@ def test_turns_over_what_prefill_and_decode_stored_equal_turns_without_a_cache(c
         for turn in range(3):
             had = len(tokens)
             tokens = tokens + text(40 + turn, seed=100 + turn)
-            response = ask(engine, tokens, 37)
-            assert response.tokens == alone(tokens, 37)
+            response = ask(engine, tokens, 21)
+            assert response.tokens == alone(tokens, 21)
             if turn:
                 assert response.window == "hit" and response.replayed_tokens == response.depth == 0
                 assert response.cached_tokens == (had - 1) // B * B
             tokens = tokens + response.tokens
-        repeated = ask(engine, tokens[:190], 5)
-        assert repeated.cached_tokens == hit_tokens_max(TINY, 190) and repeated.tokens == alone(tokens[:190], 5)
+        repeated = ask(engine, tokens[:150], 5)
+        assert repeated.cached_tokens == hit_tokens_max(TINY, 150) and repeated.tokens == alone(tokens[:150], 5)
 
 
 @pytest.mark.parametrize("mode", ["exact", "auto", "bounded"])
@@ -119,20 +119,20 @@ def test_approximations_are_read_by_those_who_accept_them_and_grow_no_deeper_tha
     wants exact blocks reads none of what they wrote."""
     tokens = text(90, seed=31)
     with engine_of(cluster) as engine:
-        tokens += ask(engine, tokens, 40).tokens
+        tokens += ask(engine, tokens, 20).tokens
     seen = []
     for turn in range(4):
         tokens = tokens + text(30, seed=32 + turn)
         with engine_of(cluster, EngineConfig(depth_max=2)) as engine:
-            response = ask(engine, tokens, 40)
+            response = ask(engine, tokens, 20)
         seen.append((response.window, response.depth))
         assert response.cached_tokens > 0 and (response.approximate_tokens > 0) == (response.depth > 0)
         tokens = tokens + response.tokens
     assert seen == [("bounded", 1), ("bounded", 2), ("exact", 2), ("exact", 2)]
     with engine_of(cluster) as engine:
-        strict = ask(engine, tokens, resume="exact", store=False)
-        assert strict.depth == 0 and strict.tokens == alone(tokens, 20)
-        assert 0 < strict.cached_tokens + strict.replayed_tokens <= 128, "blocks of the first turn alone are exact"
+        strict = ask(engine, tokens, 9, resume="exact", store=False)
+        assert strict.depth == 0 and strict.tokens == alone(tokens, 9)
+        assert 0 < strict.cached_tokens + strict.replayed_tokens <= 112, "blocks of the first turn alone are exact"
 
 
 def test_a_tenants_secret_keeps_its_prompts_to_itself(cluster: LocalCluster) -> None:
@@ -151,7 +151,7 @@ def test_requests_arriving_at_random_share_the_engine_and_the_cache(cluster: Loc
             requests = []
             for number, prompt in enumerate(prompts):
                 if requests:
-                    next(requests[chosen.randrange(len(requests))].stream())  # some are in mid-answer, others not begun
+                    next(requests[-1].stream())  # some are in mid-answer, others not begun
                 requests.append(engine.submit(prompt, options=RequestOptions(max_tokens=12, speculate=number % 2 == 0, resume="exact")))
             for request, prompt in zip(requests, prompts, strict=True):
                 assert request.result(WAIT_SECONDS).tokens == alone(prompt, 12)

@@ -68,6 +68,7 @@ class Task:
         self._windows: RequestWindows | None = None
         self._kept_to = 0  # window entries up to here were kept or left out
         self.last_output = torch.zeros(model.config.d)  # the decoder's, of the last computed row
+        self._reach = model.config.spare  # how many to guess: one more than were right the last time
         self._outputs: list[Tensor] = []  # the decoder's, of rows the draft layer has not seen
         self.give: Give | None = None  # where to, once the first token is said
         self.giving = False  # an I/O thread gives it away: no step until it is known whether it was taken
@@ -192,7 +193,7 @@ class Task:
         token = self.tokens[-1]
         guesses: list[int] = []
         if self.drafts is not None and guesses_max:
-            guesses = self.drafts.guess(position, self.last_output, token, guesses_max)
+            guesses = self.drafts.guess(position, self.last_output, token, min(guesses_max, self._reach))
         outputs, logits = self.model.run(self.state, [token, *guesses])
         said: list[int] = []
         for row, guess in zip(logits, [*guesses, None], strict=True):
@@ -202,6 +203,7 @@ class Task:
         self.state.rollback(1 + len(guesses) - len(said))
         self.guessed += len(guesses)
         self.accepted += len(said) - 1
+        self._reach = len(said)
         self._say(said, torch.cat([self.last_output[None], outputs[: len(said)]]), logits)
         self._settle()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -17,6 +18,8 @@ from kvstore.engine_integration.model.attention import rope_tables
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.state import RequestState
 from kvstore.errors import MisuseError
+
+_rope = lru_cache(maxsize=256)(rope_tables)
 
 
 class Guesser(Protocol):
@@ -61,7 +64,7 @@ class DraftLayer:
             self.first, self.rows = position, self.rows[:0]
         x = self.draft.mix(outputs, self.network.embedding(torch.tensor(following)))[None]
         size = self.config.block
-        tables = [rope_tables(self.config, block) for block in range(position // size, (end - 1) // size + 1)]
+        tables = [_rope(self.config, block) for block in range(position // size, (end - 1) // size + 1)]
         at = position % size
         cos, sin = (torch.cat(part)[at : at + len(following)] for part in zip(*tables, strict=True))
         own = self.codec.decode(self.codec.encode(self.draft.layer.attention.window_rows(x, cos, sin)))[0]
