@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import torch
+import uvicorn
 from browser import CONTRAST, Tab, browser
 from cli_tool import Cli
 from client_tools import until
@@ -27,6 +28,7 @@ from kvstore.clustermap import ClusterMap, Node
 from kvstore.engine_integration.engine import EngineConfig
 from kvstore.engine_integration.model import TINY, hit_tokens_max
 from kvstore.engine_integration.model.weights import save
+from kvstore.engine_integration.server.connection import Connection
 from kvstore.engine_integration.server.template import Template
 from kvstore.kernels import _native
 from kvstore.metrics import SERVER
@@ -222,9 +224,14 @@ def test_what_is_wrong_comes_back_in_openais_form(served: Served) -> None:
         ({**body, "messages": []}, "messages"),
         ({**body, "kvstore": {"resume": "maybe"}}, "kvstore.resume"),
         ({**body, "kvstore": {"resumé": "off"}}, "kvstore.resumé"),
+        ({**body, "model": "\ud800"}, "model"),
+        ({**body, "n": "\ud800"}, "n"),
+        ({**body, "max_tokens": 10**4200}, "max_tokens"),
+        ({**body, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ):
         status, error = served.refused(wrong)
-        assert status == 400 and str(error["param"]).startswith(param), error
+        assert status == (404 if param == "model" else 400) and error["param"] == param and len(error["message"]) < 600, error
+    assert served.refused({"model": "tiny", "prompt": [1, "a"]}, "/v1/completions")[1]["param"] == "prompt"
     assert served.refused({"model": "tiny", "prompt": [1, 999]}, "/v1/completions")[0] == 400
     assert served.refused({"model": "tiny", "prompt": []}, "/v1/completions")[0] == 400
     assert served.refused({**body, "kvstore": {"retention_class": "no-such"}})[0] == 400
@@ -233,6 +240,40 @@ def test_what_is_wrong_comes_back_in_openais_form(served: Served) -> None:
     assert served.refused(b" " * (9 << 20))[0] == 413
     assert served.refused(b"", "/v1/nothing")[0] == 404
     assert served.ask("GET", "/v1/completions", None)[0] == 405
+
+
+def test_who_sends_nothing_shuts_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.engine_integration.server.connection.CONNECTIONS_MAX", 4)
+    monkeypatch.setattr("kvstore.engine_integration.server.connection.HEAD_SECONDS", 0.3)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204})
+        await send({"type": "http.response.body"})
+
+    server = uvicorn.Server(uvicorn.Config(answer, http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+
+        def status(connection: socket.socket) -> bytes:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            return connection.recv(4096)[9:12]
+
+        until(lambda: server.started, "the server to start")
+        silent = [socket.create_connection(listening.getsockname(), 10) for _ in range(4)]
+        for connection in silent[::2]:
+            connection.sendall(b"GET / HTTP/1.1\r\nHo")
+        with socket.create_connection(listening.getsockname(), 10) as more:
+            assert status(more) == b"503"
+        assert all(connection.recv(1) == b"" for connection in silent), "cut"
+        with socket.create_connection(listening.getsockname(), 10) as more:
+            assert status(more) == b"204"
+            more.sendall(b"GET")  # the next, and never its end
+            assert more.recv(1) == b""
+        server.should_exit = True
+        thread.join(10)
+        for connection in silent:
+            connection.close()
 
 
 def test_another_sites_name_for_this_address_gets_nothing(served: Served) -> None:

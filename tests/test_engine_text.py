@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from kvstore.engine_integration.engine import RequestOptions
 from kvstore.engine_integration.engine.sampling import choose
 from kvstore.engine_integration.model import MINI, TINY, ModelConfig
 from kvstore.engine_integration.server.generation import StopStrings
@@ -120,9 +122,10 @@ def test_options_are_openais_defaults_and_ranges() -> None:
     assert (told.max_tokens, told.temperature, told.seed, told.resume, told.stop_tokens) == (3, 0.0, 2**64 - 1, "exact", frozenset())
     assert ask(top_p=0).options(template).temperature == 0
     assert CompletionAsked.model_validate({"model": "tiny", "prompt": "a"}).answer_tokens() == 16
-    assert ask(stop="x").stops == ("x",)
-    with pytest.raises(Refusal):
-        _ = ask(stop=[""]).stops
+    assert ask(stop="x").stop == ("x",) and ask(stop=None).stop == ()
+    for stop in ([""], ["a"] * 5, [1], {"a": 1}):
+        with pytest.raises(ValidationError, match="a string of 1 to 256 characters, or a list of up to 4"):
+            ask(stop=stop)
 
 
 def test_specials_are_never_chosen_where_they_do_not_end_the_answer() -> None:
@@ -131,6 +134,25 @@ def test_specials_are_never_chosen_where_they_do_not_end_the_answer() -> None:
     assert choose(logits, 0, options) == 247 and choose(logits, 0, ask(temperature=0).options(Template(TINY))) == 255
     hot = replace(options, temperature=1.0)
     assert max(choose(200 * logits, position, hot) for position in range(50)) < 248
+
+
+@given(st.floats(5e-324, 1e-5), st.integers(0, 1 << 20))
+def test_the_lowest_temperatures_choose_the_most_likely_token(temperature: float, position: int) -> None:
+    logits = torch.linspace(-40, 40, 200).roll(77)
+    assert choose(logits, position, RequestOptions(temperature=temperature, seed=position)) == int(logits.argmax())
+
+
+def test_a_long_list_of_nonsense_is_refused_at_its_first_item() -> None:
+    many = [{}] * 100_000
+    for fields in ({"messages": [{"role": "user", "content": many}]}, {"stop": many}):
+        with pytest.raises(ValidationError) as refused:
+            ask(**fields)
+        assert len(refused.value.errors()) == 1
+    with pytest.raises(ValidationError) as refused:
+        CompletionAsked.model_validate({"model": "tiny", "prompt": [0.5] * 100_000})
+    assert len(refused.value.errors()) == 1
+    with pytest.raises(Refusal, match=r"kvstore\.0 is not known"):
+        ask(kvstore={str(i): 1 for i in range(100_000)})
 
 
 def test_prompts_are_one_text_or_one_list_of_tokens() -> None:

@@ -3,11 +3,15 @@ is the same whatever else runs and whether or not tokens were guessed ahead."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvstore.engine_integration.engine.options import RequestOptions
+
+TEMPERATURE_MIN: Final = 1e-6  # the most likely token, as nothing else comes near; less would divide to infinity, and draw from nonsense
 
 
 def choose(logits: Tensor, position: int, options: RequestOptions) -> int:
@@ -16,7 +20,7 @@ def choose(logits: Tensor, position: int, options: RequestOptions) -> int:
         logits = logits.index_fill(0, torch.tensor(sorted(options.banned_tokens)), -torch.inf)
     if options.temperature == 0:
         return int(logits.argmax())
-    scores = logits.double().numpy() / options.temperature
+    scores = logits.double().numpy() / max(options.temperature, TEMPERATURE_MIN)
     if options.top_p < 1:
         shares = np.exp(scores - scores.max())
         shares /= shares.sum()

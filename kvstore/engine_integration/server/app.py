@@ -118,12 +118,16 @@ def app_of(service: Service) -> FastAPI:
     async def wrong(request: Request, error: HTTPException) -> Response:
         return _refused(Refusal(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}".lower()), error.headers)
 
+    @app.exception_handler(Exception)  # a bug of ours; its trace is logged
+    async def failed(_: Request, error: Exception) -> Response:
+        return _refused(refusal_of("error"))
+
     return app
 
 
 async def answer(service: Service, request: Request, asked: ChatAsked | CompletionAsked) -> Response:
     """Raises Refusal for whatever is wrong before the first token."""
-    stops, form = asked.stops, Form(isinstance(asked, ChatAsked), service.model, asked.include_usage)
+    stops, form = asked.stop, Form(isinstance(asked, ChatAsked), service.model, asked.include_usage)
     generation = Generation(_submit(service, asked), service.template, stops)
     gone = asyncio.create_task(_until_gone(request))
     streaming = False
@@ -233,7 +237,7 @@ def _of_validation(error: RequestValidationError) -> Refusal:
     first = error.errors()[0]
     path = list(first["loc"][1:])
     if not path or not isinstance(path[0], str):  # no JSON, or no object
-        return Refusal(400, f"the body is not understood: {first['msg']}", code="invalid_value")
+        return Refusal(400, "the body is no JSON object, or its Content-Type is not application/json", code="invalid_value")
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:129]
     return Refusal(400, f"{name}: {first['msg']}", param=name, code="invalid_value")
 

@@ -30,16 +30,16 @@ class Guard:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if self._loopback and not is_loopback(named_host(host)):
-            await _refuse(send, Refusal(421, f'"{host[:64]}" is not the name of this server; ask http://127.0.0.1'))
+            await refuse(send, Refusal(421, f'"{host[:64]}" is not the name of this server; ask http://127.0.0.1'))
             return
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await _body(receive)
         except TimeoutError:
-            await _refuse(send, Refusal(408, f"the body did not come within {BODY_SECONDS:g} s"))
+            await refuse(send, Refusal(408, f"the body did not come within {BODY_SECONDS:g} s"))
             return
         except Refusal as refusal:
-            await _refuse(send, refusal)
+            await refuse(send, refusal)
             return
         given = False
 
@@ -75,7 +75,8 @@ async def _body(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-async def _refuse(send: Send, refusal: Refusal) -> None:
+async def refuse(send: Send, refusal: Refusal) -> None:
+    """Answers, and ends the connection."""
     body: Any = json.dumps(refusal.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})

@@ -2,6 +2,9 @@
 
 Fields that would change the answer and that this model does not have are refused where they ask for anything (`NEUTRAL`); fields that are
 for OpenAI's own books are taken without effect (`IGNORED`); any other is refused by name, for it is likely misspelt.
+
+Lists without a limit are checked here, not by pydantic: it notes every fault of every item, for each way a union could be meant, and a body
+of 300 KB held up the server for 15 s.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic_core import PydanticCustomError
 
 from kvstore.engine_integration.engine import RequestOptions
 from kvstore.engine_integration.server.template import Template
@@ -20,6 +24,7 @@ COMPLETION_TOKENS: Final = 16  # as OpenAI has it
 STOPS_MAX: Final = 4
 STOP_CHARS_MAX: Final = 256
 MESSAGES_MAX: Final = 2048
+TOLD_CHARS_MAX: Final = 500  # of a message: what was asked may be in it
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "n": (1,),
@@ -57,7 +62,41 @@ class Refusal(Exception):
     def body(self) -> dict[str, Any]:
         kind = {404: "not_found_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         kind = kind if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": _told(self.message), "type": kind, "param": self.param and _told(self.param), "code": self.code}}
+
+
+def _told(text: str) -> str:
+    """Bounded, and without lone surrogates, which JSON can ask with and no answer can be written with."""
+    return text[:TOLD_CHARS_MAX].encode("utf-8", "replace").decode()
+
+
+def _content(given: Any) -> str:
+    """Of a message: a text, or the texts of its parts."""
+    if given is None:
+        return ""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, list) and all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in given):
+        return "".join(part["text"] for part in given)
+    raise PydanticCustomError("content", 'a text, or a list of {{"type": "text", "text": ...}}')
+
+
+def _prompt(given: Any) -> str | list[int]:
+    """One prompt: text or tokens. Raises Refusal for several."""
+    if isinstance(given, list) and given and isinstance(given[0], str | list):
+        if len(given) != 1:
+            raise Refusal(400, f"{len(given)} prompts in one request: send one", param="prompt", code="unsupported_parameter")
+        given = given[0]
+    if isinstance(given, str) or (isinstance(given, list) and all(type(token) is int for token in given)):
+        return given
+    raise PydanticCustomError("prompt", "a text, a list of token numbers, or a list of one of these")
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else [] if given is None else given
+    if isinstance(stops, list) and len(stops) <= STOPS_MAX and all(isinstance(s, str) and 1 <= len(s) <= STOP_CHARS_MAX for s in stops):
+        return tuple(stops)
+    raise PydanticCustomError("stop", f"a string of 1 to {STOP_CHARS_MAX} characters, or a list of up to {STOPS_MAX}")
 
 
 class StreamOptions(BaseModel):
@@ -68,25 +107,18 @@ class StreamOptions(BaseModel):
 class Extension(BaseModel):
     """Our own fields, under `kvstore`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")  # check_extras refuses them, the first one
     resume: Literal["auto", "exact", "bounded", "off"] | None = None
     retention_class: Annotated[StrictStr, Field(max_length=64)] = "chat"
-
-
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: StrictStr
 
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] | None = None
+    content: Annotated[Any, AfterValidator(_content)] = ""
 
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+
+Tokens = Annotated[StrictInt, Field(ge=1, lt=1 << 31)]
 
 
 class Asked(BaseModel):
@@ -94,11 +126,11 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     model: StrictStr
-    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: StrictInt | None = None
-    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=STOPS_MAX)] | None = None
+    stop: Annotated[Any, AfterValidator(_stops)] = ()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False  # as vLLM has it: the answer ends at its length alone
@@ -107,13 +139,6 @@ class Asked(BaseModel):
     @property
     def tokens_default(self) -> int:
         return COMPLETION_TOKENS
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if any(not 1 <= len(stop) <= STOP_CHARS_MAX for stop in found):
-            raise Refusal(400, f"a stop string has 1 to {STOP_CHARS_MAX} characters", param="stop")
-        return found
 
     @property
     def include_usage(self) -> bool:
@@ -138,6 +163,8 @@ class Asked(BaseModel):
 
     def check_extras(self) -> None:
         """Raises Refusal for what is asked beyond what there is."""
+        for name in self.kvstore.model_extra or ():
+            raise Refusal(400, f"kvstore.{name[:64]} is not known", param=f"kvstore.{name[:64]}", code="unknown_parameter")
         for name, value in (self.model_extra or {}).items():
             neutral = NEUTRAL.get(name)
             if name in IGNORED or value is None or (neutral is not None and value in neutral):
@@ -152,7 +179,7 @@ class Asked(BaseModel):
 
 class ChatAsked(Asked):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_completion_tokens: Tokens | None = None
 
     @property
     def tokens_default(self) -> int:
@@ -168,19 +195,13 @@ class ChatAsked(Asked):
                     400, "tool_calls are not supported: put what was called into the text", param=f"messages[{at}].tool_calls",
                     code="unsupported_parameter",
                 )  # fmt: skip
-        return template.chat((message.role, message.text()) for message in self.messages)
+        return template.chat((message.role, message.content) for message in self.messages)
 
 
 class CompletionAsked(Asked):
-    prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
+    prompt: Annotated[Any, AfterValidator(_prompt)]
 
     def prompt_tokens(self, template: Template) -> list[int]:
-        """Of a text: begin and its bytes. Of a list of tokens: these. Raises Refusal for more than one prompt."""
-        prompt = self.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) != 1:
-                raise Refusal(400, f"{len(prompt)} prompts in one request: send one", param="prompt", code="unsupported_parameter")
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return template.document(prompt)
-        return [token for token in prompt if isinstance(token, int)]
+        """Of a text: begin and its bytes. Of a list of tokens: these."""
+        prompt: str | list[int] = self.prompt
+        return template.document(prompt) if isinstance(prompt, str) else prompt

@@ -21,12 +21,12 @@ from kvstore.engine_integration.engine.host import agent_config
 from kvstore.engine_integration.engine.metrics import read_engine
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.server.app import Service, app_of
+from kvstore.engine_integration.server.connection import Connection
 from kvstore.engine_integration.server.metrics import Answers
 from kvstore.engine_integration.server.template import Template
 from kvstore.metrics import AUDIT, ENGINE, SERVER, TableCollector
 
 CONTEXT_TOKENS: Final = 32_768
-CONNECTIONS_MAX: Final = 256
 END_SECONDS: Final = 3.0  # for answers on their way when the server is told to end
 
 
@@ -64,7 +64,7 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
         )
         http = uvicorn.Config(
             app_of(service), lifespan="off", log_level="warning", access_log=False, server_header=False,
-            limit_concurrency=CONNECTIONS_MAX, timeout_graceful_shutdown=int(2 * END_SECONDS),
+            http=Connection, ws="none", timeout_graceful_shutdown=int(2 * END_SECONDS),
         )  # fmt: skip
         server = uvicorn.Server(http)
         thread = threading.Thread(target=server.run, args=([listening],), name="kvstore-http", daemon=True)
