@@ -31,7 +31,7 @@ It is a small model: the original has 20 encoder layers and a thousand times the
 | | |
 | --- | --- |
 | weights | `{found.about["weights"]}`, {said} |
-| held-out bits per byte | {bits} |
+| bits per byte, first 16 kB | {bits} |
 | texts | {"; ".join(f"{kind}: {text}" for kind, text in found.about["texts"].items())} |
 | machine | {last["machine"]}, torch {last["torch"]}, one thread |
 | measured | {sum(run["minutes"] for run in runs):.0f} minutes in {len(runs)} runs, the last at {last["commit"]} |
