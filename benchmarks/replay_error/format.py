@@ -38,6 +38,8 @@ def percent(share: float) -> str:
 def times(ratio: float) -> str:
     if math.isnan(ratio) or math.isinf(ratio):
         return "-"
+    if ratio >= 10_000 or 0 < ratio < 0.01:
+        return f"{nats(ratio)}x" if ratio < 1 else f"{ratio:.0e}x".replace("e+0", "e").replace("e+", "e")
     return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 

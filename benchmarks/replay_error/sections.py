@@ -57,7 +57,7 @@ def in_short(found: Found) -> str:
     lines = [
         f"**A miss, one window replayed** ({kind}): a token's distribution moves by {nats(one.mean_nats)} nats on average, "
         f"{nats(one.percentile(99))} at the 99th percentile, {nats(one.greatest)} at most in {one.tokens:,} tokens. "
-        f"The most likely token changes in {percent(changed)} of tokens, the true one costs {nats(lost)} bits a byte more.",
+        f"The most likely token changes in {percent(changed)} of tokens, the true one's cost by {nats(lost)} bits a byte.",
         f"**What a window of replay buys**: none {nats(none.mean_nats)}, one {nats(one.mean_nats)}, two {nats(two.mean_nats)} nats. "
         f"The first divides the error by {times(_ratio(none, one))[:-1]}, the second by {times(_ratio(one, two))[:-1]}.",
         f"**Exact is exact**: with n(W-1) = {n * (window - 1)} tokens replayed, or an older window, "
@@ -70,7 +70,32 @@ def in_short(found: Found) -> str:
         f"{nats(chain[deepest].mean_nats if deepest else math.nan)} nats, "
         f"{times(growth)} what the same miss over exact blocks does.",
     ]
+    lines += _follows(one, rows, truncated, growth, found)
     return "## In short\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+def _follows(one: Tally, rows: Tally, truncated: Tally, growth: float, found: Found) -> list[str]:
+    """What the figures say for an engine's choices; which words are taken depends on them."""
+    than_decoder, than_rows = ("less" if one.mean_nats < other.mean_nats else "more" for other in (truncated, rows))
+    tail = (
+        "the largest single steps are smaller than theirs, too"
+        if one.greatest <= max(rows.greatest, truncated.greatest)
+        else ("but its largest single steps are larger than theirs")
+    )
+    seconds = {way: found.seconds(way) for way in ("window hit", "bounded, 1 windows", "exact replay")}
+    longest = max(seconds["window hit"], default=0)
+    cost = "what they cost was not measured"
+    if longest and all(longest in by_tokens for by_tokens in seconds.values()):
+        hit, bounded, exact = (1000 * by_tokens[longest] for by_tokens in seconds.values())
+        beyond = f"a bounded replay costs {bounded - hit:,.0f} ms, an exact one {exact - hit:,.0f}"
+        cost = f"beyond a window hit ({hit:,.0f} ms of one core) {beyond}"
+    depth = "Depth adds up slowly" if growth < 3 else "Depth adds up, and a limit on it bounds the error"
+    return [
+        f"**What follows**: with one window replayed, a miss moves the answer {than_decoder} than the decoder's truncation and "
+        f"{than_rows} than the cache's number format on average; {tail}. {depth}; an exact replay does not heal blocks that are "
+        f"approximate already. "
+        f"In time, {cost}."
+    ]
 
 
 def _ratio(above: Tally, below: Tally) -> float:
