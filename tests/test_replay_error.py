@@ -72,7 +72,7 @@ def test_a_study_is_gone_on_with_and_written_as_a_document(tmp_path: Path) -> No
     first = json.loads((tmp_path / "replay_error.json").read_text())
     assert min(first["counts"].values()) == 1 and first["tallies"]["replay/code/16"]["greatest"] > 0
     text = (tmp_path / "REPLAY_ERROR.md").read_text()
-    assert "random: no training" in text and "nan" not in text.lower().replace("finance", "")
+    assert "**random**: no training" in text and "nan" not in text.lower().replace("finance", "")
     for picture in ("length", "tails", "suffix", "depth"):
         assert f"replay_error_{picture}.svg" in text and (tmp_path / f"replay_error_{picture}.svg").stat().st_size > 5_000
     assert main([*arguments, "--minutes", "0.001"]) == 0

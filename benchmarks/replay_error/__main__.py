@@ -18,6 +18,7 @@ from kvstore.errors import KvstoreError
 
 MINUTES: Final = {"smoke": 0.0, "small": 10.0, "full": 120.0}
 BUNDLED: Final = ROOT / "kvstore" / "engine_integration" / "model" / "mini.safetensors"
+RANDOM: Final = "**random**: no training, so the figures say nothing about any model"
 HELDOUT_BYTES: Final = 16_000  # of each text, that bits per byte are measured on: ten seconds of one core; `train evaluate` takes all
 
 
@@ -67,7 +68,7 @@ def _measure(asked: argparse.Namespace, file: Path) -> None:
     about: dict[str, Any] = {
         "model": asked.model,
         "weights": model.network.digest().hex()[:16],
-        "trained_tokens": _trained_tokens(weights) if weights else 0,
+        "origin": _origin(weights) if weights else RANDOM,
         "texts": {kind: f"{text.digest}, {len(text.raw):,} bytes" for kind, text in read.items()},
     }
     study = Study(model, read, about)
@@ -79,18 +80,18 @@ def _measure(asked: argparse.Namespace, file: Path) -> None:
     if not study.trace:
         study.trace = trace_facts(500 if asked.size == "smoke" else None)
     told = ", ".join(f"{bits:.3f} bits per byte of {kind}" for kind, bits in study.bits_per_byte.items())
-    origin = f"trained on {about['trained_tokens']:,} tokens" if weights else "RANDOM: the figures mean nothing"
-    _say(f"weights  {about['weights']}, {origin}; {told}")
+    _say(f"weights  {about['weights']}, {about['origin']}; {told}")
     minutes = MINUTES[asked.size] if asked.minutes is None else asked.minutes
     asked.out.mkdir(parents=True, exist_ok=True)
     study.run(EXPERIMENTS, minutes * 60, file, _say)
 
 
-def _trained_tokens(weights: Path) -> int:
-    """What the file's metadata says."""
+def _origin(weights: Path) -> str:
+    """What the file's metadata says of the training."""
     from kvstore.engine_integration.model.weights import load
 
-    return int(load(weights)[1].get("tokens", "0"))
+    tokens = load(weights)[1].get("tokens")
+    return f"trained on {int(tokens):,} tokens" if tokens else "trained, on how many tokens the file does not say"
 
 
 def _say(line: str) -> None:

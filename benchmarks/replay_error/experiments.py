@@ -24,7 +24,7 @@ PARTS_OF_ANSWER = ("first", "early", "late")  # tokens 1-8, 9-32, 33-128
 
 
 def replay_sample(study: Study, number: int) -> None:
-    """What a window miss changes, by how much is replayed: 0, W, 2W, ... windows; then the lengths that must be exact."""
+    """What a window miss changes, by how much is replayed: 0, 1, 2 windows; of every fourth sample all others, and those that are exact."""
     model, config = study.model, study.model.config
     kind, nth = study.kind(number), number // len(study.texts)
     passage = study.passage(kind, nth // HITS_A_PASSAGE)
@@ -38,11 +38,12 @@ def replay_sample(study: Study, number: int) -> None:
         return answer_logits(model, state, passage.tokens, prompt, len(truth))
 
     exact = answer(hit, entry=True)
-    for windows in range(config.encoder_layers):
+    longer = nth % HITS_A_PASSAGE == nth // HITS_A_PASSAGE % HITS_A_PASSAGE  # every fourth, at each place in turn
+    for windows in range(config.encoder_layers if longer else 3):
         found = deviation(exact, answer(hit - windows * config.window), truth)
         parts = zip(PARTS_OF_ANSWER, np.split(found.nats, [config.block // 16, config.block // 4]), strict=True)
         study.tally(f"replay/{kind}/{windows * config.window}").add(found, **{name: float(part.mean()) for name, part in parts})
-    if nth % 4 == 0:
+    if longer:
         for name, start, entry in (
             ("exact replay: n(W-1) tokens", hit - config.replay_visible_tokens, False),
             ("exact replay: n windows", hit - config.replay_blocks_tokens, False),

@@ -13,8 +13,6 @@ BITS: Final = 1 / math.log(2)
 
 
 def opening(found: Found) -> str:
-    trained = found.about["trained_tokens"]
-    said = f"trained on {trained:,} tokens" if trained else "**random: no training, so the figures say nothing about any model**"
     bits = ", ".join(f"{value:.3f} of {kind}" for kind, value in found.file["bits_per_byte"].items())
     runs = found.file["runs"]
     last = runs[-1]
@@ -26,11 +24,12 @@ When the blocks of a prompt are found but the window entry at the hit's end is n
 from no window at all (**bounded replay**), or so much that nothing differs (**exact replay**), or take an **older window**. Only the first
 is cheap, and it changes the answer. This document says by how much, on the bundled model `{found.config.name}`
 ({found.config.encoder_layers} encoder layers, window {found.config.window}), and what a window entry in RAM is worth.
-It is a small model: the original has 20 encoder layers and a thousand times the parameters. The method carries over, the figures may not.
+It is a small model: the original has 20 encoder layers and a hundred thousand times the parameters. The method carries over, the figures
+may not.
 
 | | |
 | --- | --- |
-| weights | `{found.about["weights"]}`, {said} |
+| weights | `{found.about["weights"]}`, {found.about["origin"]} |
 | bits per byte, first 16 kB | {bits} |
 | texts | {"; ".join(f"{kind}: {text}" for kind, text in found.about["texts"].items())} |
 | machine | {last["machine"]}, torch {last["torch"]}, one thread |
@@ -190,7 +189,7 @@ def decoder(found: Found) -> str:
     return f"""## The decoder's truncation, which every request pays
 
 Not a cache matter: decoder layers run over the prompt's last {found.config.slots} tokens only, cold or not. KL(whole decoder || truncated),
-encoder exact. It is what the original gives up for half its prefill; the model is trained with it on a quarter of the batches.
+encoder exact. It is what the original gives up for half its prefill; the model is trained with it on a share of the batches.
 
 {table(["text", "decoder tokens", *DEVIATION_HEADINGS], rows)}"""
 

@@ -24,6 +24,7 @@ from kvstore.engine_integration.model.model import Model
 
 FORMAT: Final = 1
 PASSAGE_BLOCKS: Final = 32
+PASSAGES_KEPT: Final = 32  # 2 MB each of `mini`
 SAVE_SECONDS: Final = 60.0
 Experiments: TypeAlias = "dict[str, tuple[float, Callable[[Study, int], None]]]"
 """Name -> share of the time, and what takes one sample of it."""
@@ -52,10 +53,13 @@ class Study:
         return self.tallies.setdefault(name, Tally())
 
     def passage(self, kind: str, number: int) -> Passage:
-        """PASSAGE_BLOCKS blocks of text, read cold. One of each kind is kept."""
+        """PASSAGE_BLOCKS blocks of text, read cold. The last ones used are kept: the experiments go through the same passages."""
         key = (kind, number)
-        if key not in self._passages:
-            self._passages = {k: v for k, v in self._passages.items() if k[0] != kind}
+        if key in self._passages:
+            self._passages[key] = self._passages.pop(key)
+        else:
+            for oldest in list(self._passages)[: 1 - PASSAGES_KEPT]:
+                del self._passages[oldest]
             self._passages[key] = read_passage(self.model, self.texts[kind].passage(number, PASSAGE_BLOCKS * self.model.config.block))
         return self._passages[key]
 
