@@ -66,6 +66,7 @@ def test_tallies_keep_tails_and_add_up_over_runs() -> None:
     assert tally.exceeding()[1][0] == 0.05
 
 
+@pytest.mark.timeout(300)
 def test_a_study_is_gone_on_with_and_written_as_a_document(tmp_path: Path) -> None:
     arguments = ["--model", "tiny", "--size", "smoke", "--out", str(tmp_path)]
     assert main(arguments) == 0

@@ -10,12 +10,15 @@ from benchmarks.replay_error.found import Found
 from benchmarks.replay_error.tally import Tally, mean
 
 BITS: Final = 1 / math.log(2)
+FEW: Final = 20  # samples a row
 
 
 def opening(found: Found) -> str:
     bits = ", ".join(f"{value:.3f} of {kind}" for kind, value in found.file["bits_per_byte"].items())
     runs = found.file["runs"]
     last = runs[-1]
+    fewest = min(tally.samples for tally in found.tallies.values())
+    early = f"\n**Early figures**: some rows rest on {fewest} samples. Run it again for more.\n" if fewest < FEW else ""
     return f"""# How far bounded replay moves the answer
 
 Made by `python -m benchmarks.replay_error` from `replay_error.json`; run it again and it adds samples.
@@ -34,7 +37,7 @@ may not.
 | texts | {"; ".join(f"{kind}: {text}" for kind, text in found.about["texts"].items())} |
 | machine | {last["machine"]}, torch {last["torch"]}, one thread |
 | measured | {sum(run["minutes"] for run in runs):.0f} minutes in {len(runs)} runs, the last at {last["commit"]} |
-"""
+{early}"""
 
 
 def _one(found: Found, name: str) -> Tally:
