@@ -68,10 +68,10 @@ def daemon_pages(ready: Callable[[], Mapping[str, str]], metrics: Callable[[], b
 class HttpServer:
     """Answers GET and HEAD from construction on; `pages` is called on many threads."""
 
-    def __init__(self, host: str, port: int, pages: Pages, body_bytes_max: int = 0) -> None:
-        """`body_bytes_max`: above 0, POST is answered, too, with bodies of at most so many bytes. Raises OSError where the port cannot be
-        had."""
-        self._server = _Server((host, port), pages, body_bytes_max)
+    def __init__(self, host: str, port: int, pages: Pages, body_bytes_max: int = 0, requests_max: int | None = None) -> None:
+        """`body_bytes_max`: above 0, POST is answered, too, with bodies of at most so many bytes. `requests_max` (16) are answered at once,
+        more are told 503. Raises OSError where the port cannot be had."""
+        self._server = _Server((host, port), pages, body_bytes_max, requests_max or REQUESTS_MAX)
         self._host = host
         self.port = int(self._server.server_address[1])
         self._closing = False
@@ -90,15 +90,20 @@ class HttpServer:
         self._server.server_close()
 
 
+_FULL: Final = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\nRetry-After: 1\r\nContent-Length: 18\r\n\r\ntoo many requests\n"
+)
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
     request_queue_size = 128  # with the 5 of the library a burst of scrapes would wait a second for its connections
 
-    def __init__(self, address: tuple[str, int], pages: Pages, body_bytes_max: int) -> None:
+    def __init__(self, address: tuple[str, int], pages: Pages, body_bytes_max: int, requests_max: int) -> None:
         self.pages, self.body_bytes_max = pages, body_bytes_max
-        self.slots = threading.BoundedSemaphore(REQUESTS_MAX)
+        self.slots = threading.BoundedSemaphore(requests_max)
         super().__init__(address, _Handler)
 
     def get_request(self) -> tuple[Any, Any]:
@@ -110,6 +115,9 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.slots.acquire(blocking=False):
+            with contextlib.suppress(OSError):  # the client may be gone; nothing is waited for
+                request.setblocking(False)
+                request.send(_FULL)
             self.shutdown_request(request)
             return
         try:

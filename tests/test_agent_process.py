@@ -27,8 +27,10 @@ from kvstore.client.agent.attachment import control
 from kvstore.client.agent.directory import DirectoryClient
 from kvstore.client.agent.handoff import HandoffOutcome
 from kvstore.client.agent.link import HEADER, MAGIC, VERSION, Kind
+from kvstore.client.agent.process import AgentProcess
+from kvstore.client.agent.process_config import ProcessConfig
 from kvstore.client.agent.worker import WorkerAgent
-from kvstore.errors import LayoutError, MisuseError, ProtocolError, Unreachable
+from kvstore.errors import ConfigError, LayoutError, MisuseError, ProtocolError, Unreachable
 from kvstore.kernels import _native
 from kvstore.keys import Keys
 from kvstore.server.local import LocalCluster
@@ -495,6 +497,60 @@ def test_requests_that_lie_about_memory_are_refused(site: Site) -> None:
     finally:
         attachment.close()
         thread.join()
+
+
+def test_what_is_released_while_it_is_filled_is_nobody_elses_until_then(site: Site, tmp_path: Path) -> None:
+    """A worker lets go of a window before the agent has copied it: else the copy would go on into what another was given meanwhile."""
+    process = AgentProcess(ProcessConfig(map_path=site.cluster.map_path, socket_path=tmp_path / "own.sock", memory_bytes=MIB))
+    process.start()
+    taken: list[int | None] = []
+
+    class Memory(np.ndarray):  # type: ignore[type-arg]  # only its name is needed
+        def __setitem__(self, where: object, value: object) -> None:
+            (session,) = process.sessions
+            (number,) = session._pins
+            session._release(number)
+            taken.append(process.arena.take(MIB))  # there is room for this only once the pin is gone
+            super().__setitem__(where, value)
+
+    try:
+        with WorkerAgent(tmp_path / "own.sock", layout=SMALL, slots=1) as worker:
+            keys = chain(1, SMALL, 9)
+            assert worker.keep_window(keys, 128, bytes(5000))
+            process.memory = process.memory.view(Memory)
+            worker.window(keys, 128)
+            assert taken == [None]
+            until(lambda: not process.arena.taken_bytes, "the pin to go once it is filled")
+    finally:
+        process.close()
+
+
+def test_a_drain_that_cannot_be_meant_is_refused(site: Site) -> None:
+    for body in (b'{"seconds": 1%s}' % (b"0" * 400), b"[" * 100_000, b'{"seconds": [1]}', b'{"to": "nowhere"}', b"\xff", b"3"):
+        with pytest.raises((ProtocolError, MisuseError)):
+            control(str(site.path), Kind.DRAIN, body, 10)
+    assert site.agent.status()["state"] == "ready"
+    assert "Traceback" not in site.agent.log.read_text()
+
+
+def test_of_two_agents_that_start_at_once_on_one_socket_one_is_refused(site: Site, tmp_path: Path) -> None:
+    first, second = (
+        AgentProcess(ProcessConfig(map_path=site.cluster.map_path, socket_path=tmp_path / "one.sock", memory_bytes=MIB)) for _ in range(2)
+    )
+    listen, refused = first._listen, []
+
+    def late() -> None:  # the other comes when the first has looked and is not there yet
+        with pytest.raises(ConfigError, match="E188") as told:
+            second.start()
+        refused.append(told.value)
+        listen()
+
+    first._listen = late  # type: ignore[method-assign]  # see above
+    try:
+        first.start()
+        assert refused and control(str(tmp_path / "one.sock"), Kind.STATUS, b"", 10)
+    finally:
+        first.close()
 
 
 def test_a_peer_that_says_nothing_or_takes_nothing_is_cut(site: Site) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,7 +27,7 @@ from client_tools import SMALL, chain, load, store
 from kvstore import http as kvstore_http
 from kvstore.client import Client, ClientConfig
 from kvstore.client.metrics import serve_metrics
-from kvstore.http import HttpServer, Page
+from kvstore.http import HttpServer, Page, Request
 from kvstore.live.recent_log import RecentLog
 from kvstore.live.web import page
 from kvstore.server.local import LocalCluster
@@ -326,6 +327,27 @@ def test_a_burst_of_connections_is_taken_without_a_second_try() -> None:
             for _ in range(100):
                 held.enter_context(socket.create_connection(("127.0.0.1", server.port), 0.9))
     finally:
+        server.close()
+
+
+def test_one_request_too_many_is_told_so() -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def page(request: Request) -> Page:
+        asked.set()
+        return Page(b"ok" if go.wait(20) else b"late")
+
+    server = HttpServer("127.0.0.1", 0, page, requests_max=1)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), 20) as first:
+            first.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert asked.wait(20)
+            with socket.create_connection(("127.0.0.1", server.port), 20) as second:
+                assert second.recv(4096).startswith(b"HTTP/1.0 503 ")
+            go.set()
+            assert first.recv(4096).startswith(b"HTTP/1.0 200 ")
+    finally:
+        go.set()
         server.close()
 
 

@@ -227,6 +227,7 @@ def test_tenants_do_not_see_each_other(rig: Rig) -> None:
         ({"tokens": [1], "depth_max": 1 << 16}, 400, "depth_max"),
         ({"tokens": [1], "depth_max": "1"}, 400, "depth_max"),
         ({"tokens": [1], "deadline_seconds": -1}, 400, "deadline_seconds"),
+        ({"tokens": [1], "deadline_seconds": 10**400}, 400, "deadline_seconds"),
         ({"tokens": [1], "other": 1}, 400, "no field"),
     ],
 )

@@ -170,7 +170,7 @@ def _fields(given: Mapping[str, Any], texts: bool = False) -> dict[str, Any]:
         kind: Any = _FIELDS[name]
         read: Any = value
         if texts or (kind is float and type(value) is int):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, OverflowError):  # 10^400
                 read = kind(value)
         if type(read) is not kind or (kind is float and not 0 < read < 1e6) or (kind is int and not 0 <= read < 1 << 32):
             raise ProtocolError("E629", "lookup", f"{name!r} is not a {kind.__name__} in its range")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import ConfigError
-from kvstore.http import HttpServer, Page, Request, daemon_pages
+from kvstore.http import REQUESTS_MAX, HttpServer, Page, Request, daemon_pages
 from kvstore.metrics_lookup import LookupCounters
 from kvstore.modelcard import ModelCard
 from kvstore.server.log import Log
@@ -112,7 +112,7 @@ class LookupService:
             return probes(request) if request.method == "GET" else Page(b"read-only\n", status=HTTPStatus.METHOD_NOT_ALLOWED)
 
         with port_fault(config.host, config.http_port, "--http-port"):
-            self._http = HttpServer(config.host, config.http_port, pages, BODY_BYTES_MAX)
+            self._http = HttpServer(config.host, config.http_port, pages, BODY_BYTES_MAX, REQUESTS_MAX + config.running_max)
         with port_fault(config.host, config.port, "--listen", "HOST:PORT"):
             self._control = HealthServer(
                 config.host, config.port, SERVICE, faces.add_to, workers=config.running_max, request_bytes_max=BODY_BYTES_MAX

@@ -198,6 +198,9 @@ class HandoffInbox:
             found[0].taken, found[0].owner = True, owner
             return found[0]
 
+    def holds(self, handoff_id: bytes) -> bool:
+        return handoff_id in self._arrivals
+
     def release(self, arrival: Arrival) -> None:
         """Ends it, in whatever state it is. Its room is free once the last view of its sections is gone."""
         with self._changed:

@@ -9,6 +9,7 @@ end     SIGTERM, SIGINT or `kvstore agent drain`: no new work -> loads and store
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -90,6 +92,7 @@ class AgentProcess:
         self._wake = threading.Event()
         self._done = threading.Event()
         self._listener: socket.socket | None = None
+        self._socket_lock = -1
         self._acceptor: threading.Thread | None = None
         self._started_at = time.monotonic()
 
@@ -127,7 +130,7 @@ class AgentProcess:
         self.log.info(f"kvstore {version()}, agent for cluster {self.map.cluster_id}, epoch {self.map.epoch}, pid {os.getpid()}")
 
     def _check_socket(self) -> None:
-        """Raises ConfigError E188 where another agent answers, E100 where there is something that is no socket."""
+        """Raises ConfigError E188 where another agent answers or starts, E100 where there is something that is no socket."""
         path = self.config.socket_path
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,6 +142,19 @@ class AgentProcess:
             probe.settimeout(POLL_SECONDS)
             probe.connect(str(path))
             raise ConfigError("E188", f"socket {path}", "an agent answers there", "stop that one, or name another with --socket")
+        self._lock_socket(path)
+
+    def _lock_socket(self, path: Path) -> None:
+        """Of two that start at once both would find no other, and the one whose socket is replaced would be deaf for ever."""
+        try:
+            self._socket_lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._socket_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "E188", f"socket {path}", "an agent starts or ends there", "stop that one, or name another with --socket"
+            ) from None
+        except OSError as error:
+            raise ConfigError("E100", f"socket {path}", (error.strerror or str(error)).lower(), "name a path you may write to") from None
 
     def _listen(self) -> None:
         """Under a name of its own first, so that nobody finds it before only we may open it, and a stale one is replaced at once."""
@@ -305,7 +321,7 @@ class AgentProcess:
             to = asked.get("to", "")
             if to:
                 address_of(to)
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):  # 10^400 s; a list a thousand deep
             raise ProtocolError("E637", "drain", "is not understood") from None
         self.request_stop(seconds, to)
         self._done.wait(seconds + CONTROL_SECONDS)
@@ -401,6 +417,9 @@ class AgentProcess:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accept
             self._listener.close()
+        if self._socket_lock >= 0:
+            os.close(self._socket_lock)
+            self._socket_lock = -1
         if self._acceptor is not None:
             self._acceptor.join(POLL_SECONDS * 5)
         with self._lock:

@@ -65,6 +65,8 @@ class Host(Protocol):
 class _Pin:
     offset: int
     size: int
+    filling: bool = True  # something writes there: until that has ended the range is nobody else's
+    released: bool = False
 
 
 class _Running:
@@ -120,6 +122,9 @@ class Session:
             self.host.warn(f"worker {self.pid} is cut: {error}")
             with contextlib.suppress(OSError):
                 self.link.send(Kind.REFUSED, 0, bodies.encode_error(error))
+        except Exception as error:  # a bug of ours: it costs this worker its connection, and is told
+            self.host.count("worker", "cut")
+            self.host.warn(f"worker {self.pid} is cut: {error!r}")
         finally:
             self.end()
             self.link.dispose()
@@ -248,11 +253,10 @@ class Session:
             rows = self.host.memory[pin.offset : pin.offset + len(wanted) * size].reshape(-1, size)
             self.link.send(Kind.STAGED, message.number, bodies.encode_staged(pin.offset, len(wanted)))
             result = self._fill(message.number, ticket, rows, wanted, asked, running)
-        finally:  # nothing writes there any more
+        finally:
             with self._lock:
                 del self._running[message.number]
-            if running.released or not result.blocks:
-                self._release(message.number)
+            self._filled(message.number, release=running.released or not result.blocks)
         if len(wanted) < asked.count and result.outcome is LoadOutcome.COMPLETE:
             result = replace(result, outcome=LoadOutcome.BUSY)
         self._answer("load", "ok", Kind.LOADED, message.number, bodies.encode_load_result(result))
@@ -297,7 +301,10 @@ class Session:
             if pin is None:
                 self._answer("window", "busy", Kind.BUSY, message.number)
                 return
-            self.host.memory[pin.offset : pin.offset + size] = np.frombuffer(found.entry, np.uint8)
+            try:
+                self.host.memory[pin.offset : pin.offset + size] = np.frombuffer(found.entry, np.uint8)
+            finally:
+                self._filled(message.number)
             entry = bodies.Entry(pin.offset, size, found.tokens, found.fidelity, found.where)
         self._answer("window", "ok", Kind.ENTRY, message.number, entry.encode())
 
@@ -346,11 +353,14 @@ class Session:
             self._answer("take", "busy", Kind.BUSY, message.number)
             return
         at = pin.offset
-        for name, size in arrival.offer.sections:
-            data = arrival.section(name)
-            assert data is not None  # it is whole, and ours
-            self.host.memory[at : at + size] = np.frombuffer(data, np.uint8)
-            at += size
+        try:
+            for name, size in arrival.offer.sections:
+                data = arrival.section(name)
+                assert data is not None  # it is whole, and ours
+                self.host.memory[at : at + size] = np.frombuffer(data, np.uint8)
+                at += size
+        finally:
+            self._filled(message.number)
         offer = arrival.offer
         taker.inbox.release(arrival)
         arrived = bodies.Arrived(offer.id, pin.offset, offer.sections, offer.note)
@@ -387,15 +397,28 @@ class Session:
             running.cancel()
 
     def _release(self, number: int) -> None:
-        """At once, or when the load into it has ended."""
+        """At once, or when what fills it has ended: whoever asks for a window or a handoff may release it before it is there."""
         with self._lock:
-            running = self._running.get(number)
+            running, pin = self._running.get(number), self._pins.get(number)
             if running is not None:
                 running.released = True
-            elif number in self._pins:
-                self.host.arena.give(self._pins.pop(number).offset)
+            if pin is not None:
+                pin.released = True
+                self._give_if_done(number, pin)
         if running is not None:
             running.cancel()
+
+    def _filled(self, number: int, release: bool = False) -> None:
+        """Nothing writes there any more."""
+        with self._lock:
+            pin = self._pins[number]
+            pin.filling, pin.released = False, pin.released or release
+            self._give_if_done(number, pin)
+
+    def _give_if_done(self, number: int, pin: _Pin) -> None:
+        if pin.released and not pin.filling:
+            del self._pins[number]
+            self.host.arena.give(pin.offset)
 
     def end(self) -> None:
         """Lets go of everything. Any thread, any number of times."""

@@ -32,7 +32,7 @@ class Taker:
         self._owner = owner
         self._handoff_bytes = handoff_bytes
         self._windows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._waiting: deque[bytes] = deque(maxlen=WAITING_MAX)  # ids of handoffs, the oldest first
+        self._waiting: deque[bytes] = deque()  # ids of handoffs, the oldest first
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -47,7 +47,12 @@ class Taker:
             return Status.BUSY
         if offer.total_bytes > self._handoff_bytes:
             return Status.NO_SPACE
-        self._waiting.append(offer.id)
+        if len(self._waiting) >= WAITING_MAX:  # of most there was no room after all
+            for name in [name for name in self._waiting.copy() if not self.inbox.holds(name)]:
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(name)
+        if offer.id not in self._waiting:
+            self._waiting.append(offer.id)
         return Status.OK
 
     # --- windows ---
