@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import openai
+import pyarrow.parquet
 import pytest
 import torch
 import uvicorn
@@ -151,7 +152,7 @@ def test_the_second_turn_takes_all_that_the_first_left_from_the_cache(served: Se
 def test_a_turn_that_goes_to_another_server_hits_there_too(served: Served, window_directory: str, tmp_path: Path) -> None:
     """Its blocks always; its window where it comes in time: on a busy machine that may be at the second or third conversation."""
     exact = {"ignore_eos": True, "kvstore": {"resume": "exact"}}
-    with server(tmp_path, window_directory, "--map", served.map) as other:
+    with server(tmp_path, window_directory, "--map", served.map, "--access-log", str(tmp_path / "log")) as other:
         for number in range(8):
             asked = f"{QUESTION}elsewhere {number}"
             said = served.client.chat.completions.create(**ask(asked, max_tokens=40)).choices[0].message.content
@@ -166,6 +167,9 @@ def test_a_turn_that_goes_to_another_server_hits_there_too(served: Served, windo
             if cache["window"] == "hit":
                 break
         assert cache["window"] == "hit" and other.values()['kvstore_window_takes_total{where="peer"}'] >= 1
+    (log,) = (tmp_path / "log").glob("*.parquet")
+    rows = pyarrow.parquet.read_table(log).to_pylist()
+    assert len(rows) == number + 1 and all(row["model"] == "tiny" and row["hit_tokens"] > 100 for row in rows)
 
 
 def test_a_stream_says_what_the_whole_says_and_ends_with_usage(served: Served) -> None:

@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="""\
 examples:
   kvstore agent --map map.toml --memory 8GiB --ram 32GiB --windows 64GiB
-  kvstore agent --directory 10.0.0.1:7500 --listen 10.0.3.7:7600     share windows with other hosts
+  kvstore agent --directory 10.0.0.1:7399 --listen 10.0.3.7:7600     share windows with other hosts
   kvstore agent status
   kvstore agent drain --within 60s                  ends it in order: what runs is finished, windows move
 

@@ -43,6 +43,7 @@ examples:
   kvstore engine serve                           a cluster, the engine and a chat page on http://{LISTEN}
   kvstore engine serve --listen 127.0.0.1:0      on any free port
   kvstore engine serve --map map.toml            with a cluster that runs already
+  kvstore engine serve --access-log DIR          then: kvstore report DIR tells the hit rate, and why tokens missed
   kvstore engine serve --weights mine.safetensors
 
 then, from elsewhere:
@@ -71,6 +72,7 @@ It needs torch: pip install 'kvstore[engine]'. There is no login: listen on 127.
     serve.add_argument(
         "--audit", metavar="N", default="0", help="of N answers over a bounded replay compute one again exactly (default 0: none)"
     )
+    serve.add_argument("--access-log", metavar="DIR", type=Path, help="write a row for each prompt there, for kvstore report and plan")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         began = time.monotonic()
         model, weights = load_model(model_name, args.weights, threads)
         out.step("ok", "model", f"{model_name}, weights {weights}{_noise(weights)}, {time.monotonic() - began:.1f} s")
-        config = ServeConfig(queue_max=queue, directories=tuple(args.window_directory), audit_every=audit)
+        config = ServeConfig(queue_max=queue, directories=tuple(args.window_directory), audit_every=audit, access_log=args.access_log)
         cluster_map, map_path, cluster = _cluster(args, out, stack, nodes)
         url = stack.enter_context(serving(model, weights, cluster_map, listening, config))
         out.step("ok", "server", url)
@@ -178,7 +180,8 @@ def _ready(
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "import os"}}]}}'
     out.line(f"  curl   curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
     out.line(f'  python openai.OpenAI(base_url="{url}/v1", api_key="none")')
-    out.line(f"  look   kvstore status{option} | kvstore dashboard{option} --client {url}")
+    out.line(f"  look   kvstore status{option}")
+    out.line(f"         kvstore dashboard{option} --client {url}")
     out.line("  stop   Ctrl-C (what is cached is kept)")
     sys.stdout.flush()
     data = {

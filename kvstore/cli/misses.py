@@ -46,9 +46,12 @@ MISSES: Final = {
     ),
     "window": MissReason(
         "the block hits, but the window entry where the hit ends is missing, so one block is computed again",
-        ("window entries are kept for a shorter time than blocks",),
-        "nothing, as a rule; keep window entries longer where it is much",
-        ("kvstore plan DIR-OF-THE-LOG",),
+        (
+            "it was last used more than three minutes ago: window entries are kept for a shorter time than blocks",
+            "the host that made it restarted, or no window directory tells this one where it is",
+        ),
+        "nothing, as a rule; where it is much, keep window entries longer, and name directories in the cluster map (docs/WINDOWS.md)",
+        ("kvstore plan DIR-OF-THE-LOG", "kvstore status"),
     ),
     "tail": MissReason(
         "the token cannot hit by rule: it is in the last, partial block, or the engine must compute it anyway",

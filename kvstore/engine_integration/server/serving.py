@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import uvicorn
@@ -35,6 +36,7 @@ class ServeConfig:
     queue_max: int = 64  # requests that wait; more are refused
     directories: tuple[str, ...] = ()  # window directories, ip:port; none: those of the cluster map
     audit_every: int = 0  # of N answers over a bounded replay one is computed again exactly; 0: none
+    access_log: Path | None = None  # a folder: one row a lookup, in Parquet files
 
 
 @contextlib.contextmanager
@@ -42,10 +44,9 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
     """Answers on `listening`, a bound socket, while the block runs; gives the address."""
     host, port = listening.getsockname()[:2]
     draining = threading.Event()
+    of_client = ClientConfig(block_tokens=model.config.block, model_name=model.config.name, access_log=config.access_log)
     with (
-        Client(
-            cluster_map, layout=model.layout, config=ClientConfig(block_tokens=model.config.block, model_name=model.config.name)
-        ) as client,
+        Client(cluster_map, layout=model.layout, config=of_client) as client,
         Agent(client, config=agent_config(model.config, directories=config.directories, host=host)) as agent,
         Engine(model, agent, EngineConfig(queue_max=config.queue_max, audit_every=config.audit_every)) as engine,
     ):
