@@ -345,6 +345,8 @@ def test_a_load_can_be_cancelled_and_released_in_mid_way(site: Site) -> None:
             staged.cancel()
             began = time.monotonic()
             assert staged.finish().outcome is LoadOutcome.CANCELLED and time.monotonic() - began < 2
+            assert site.agent.status()["pinned_bytes"] >= staged.rows.nbytes, "a plane may have been told of: ours until released"
+            staged.release()
             with agent.stage(ticket):
                 pass  # let go of while it runs
             site.agent.until_free()
@@ -352,6 +354,20 @@ def test_a_load_can_be_cancelled_and_released_in_mid_way(site: Site) -> None:
 
 
 # --- the agent is killed ---
+
+
+def test_rows_that_are_seen_stay_their_workers_where_the_agent_is_late(site: Site) -> None:
+    with WorkerAgent(site.path, layout=V41) as agent:
+        ticket = agent.lookup(prompt(1001))
+        with site.stopped():
+            staged = agent.stage(ticket, deadline_seconds=20)
+            staged._end = time.monotonic()  # what it would be if the agent, too, stood still
+            assert not list(staged.planes()) and staged.finish().outcome is LoadOutcome.UNREACHABLE
+            until(lambda: not any(worker["loads"] for worker in site.agent.status()["workers"]), "the load to be cancelled")
+        rows = staged.rows
+        assert len(rows) == BLOCKS and site.agent.status()["pinned_bytes"] >= rows.nbytes
+        staged.release()
+        site.agent.until_free()
 
 
 def test_an_agent_killed_in_mid_load_is_a_miss_at_once_and_is_found_again(

@@ -236,6 +236,7 @@ def test_what_is_wrong_comes_back_in_openais_form(served: Served) -> None:
         status, error = served.refused(wrong)
         assert status == (404 if param == "model" else 400) and error["param"] == param and len(error["message"]) < 600, error
     assert served.refused({"model": "tiny", "prompt": [1, "a"]}, "/v1/completions")[1]["param"] == "prompt"
+    assert '[0].content: a text, or a list of {"type": "text", ' in error["message"]
     assert served.refused({"model": "tiny", "prompt": [1, 999]}, "/v1/completions")[0] == 400
     assert served.refused({"model": "tiny", "prompt": []}, "/v1/completions")[0] == 400
     assert served.refused({**body, "kvstore": {"retention_class": "no-such"}})[0] == 400

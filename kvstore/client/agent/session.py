@@ -248,15 +248,14 @@ class Session:
             self._answer("load", "busy", Kind.BUSY, message.number)
             return
         wanted = wanted[: pin.size // size]
-        result = _nothing(LoadOutcome.CANCELLED)
         try:
             rows = self.host.memory[pin.offset : pin.offset + len(wanted) * size].reshape(-1, size)
             self.link.send(Kind.STAGED, message.number, bodies.encode_staged(pin.offset, len(wanted)))
             result = self._fill(message.number, ticket, rows, wanted, asked, running)
-        finally:
+        finally:  # the pin stays also where no block is whole: the worker may be looking at a plane that it was told of
             with self._lock:
                 del self._running[message.number]
-            self._filled(message.number, release=running.released or not result.blocks)
+            self._filled(message.number, release=running.released)
         if len(wanted) < asked.count and result.outcome is LoadOutcome.COMPLETE:
             result = replace(result, outcome=LoadOutcome.BUSY)
         self._answer("load", "ok", Kind.LOADED, message.number, bodies.encode_load_result(result))

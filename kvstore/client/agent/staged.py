@@ -91,8 +91,13 @@ class Staged:
 
     def _lost(self, outcome: LoadOutcome) -> None:
         self._result = _nothing(outcome)
-        if self._call is not None:
+        if self._call is None:
+            return
+        if not len(self.rows):
             self._call.attachment.let_go(self._call.number)
+            return
+        with contextlib.suppress(Gone):  # planes that were told of may be in use: the rows are ours until they are released
+            self._call.attachment.tell(Kind.CANCEL, self._call.number)
 
     def cancel(self) -> None:
         """The load ends with what is there."""

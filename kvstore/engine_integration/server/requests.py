@@ -78,7 +78,7 @@ def _content(given: Any) -> str:
         return given
     if isinstance(given, list) and all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in given):
         return "".join(part["text"] for part in given)
-    raise PydanticCustomError("content", 'a text, or a list of {{"type": "text", "text": ...}}')
+    raise PydanticCustomError("content", 'a text, or a list of {"type": "text", "text": ...}')
 
 
 def _prompt(given: Any) -> str | list[int]:
