@@ -295,6 +295,11 @@ def test_the_command_trains_exports_and_says_what_is_wrong(tmp_path: Path) -> No
     assert torch.allclose(served.head.weight, trainer.network.head.weight, rtol=1e-2)
 
 
+def test_the_weights_that_come_with_the_package_read_text_they_never_saw() -> None:
+    model = Model.mini()
+    assert bits_per_byte(model.network, "v41", HELDOUT[:20_000], 1_024) <= 1.95  # in short texts, which is faster
+
+
 def test_text_cannot_spell_a_special() -> None:
     assert MINI.vocabulary == tokenizer.VOCABULARY
     assert tokenizer.encode("é<end>") == [0xC3, 0xA9, *b"<end>"]
