@@ -217,6 +217,8 @@ class Peer:
             status = verdict if isinstance(verdict, Status) else self._write(body)
             aux = 1 if status == Status.BUSY else 0
             await pipe.send(wire.encode(verb, request_id=frame.request_id, kind=Kind.REPLY, status=status, aux=aux))
+        elif verb == Verb.WHY:  # nothing went: a cut connection would leave the peer held for down
+            await pipe.send(wire.encode(verb, bytes(8), request_id=frame.request_id, kind=Kind.REPLY))
         else:
             right = {Verb.DISCOVER: self._discover, Verb.PROMISE: self._promise, Verb.WITHDRAW: self._withdraw}[verb](body)
             verdict = await self.reply_rule(verb, body, right) if self.reply_rule is not None else None
