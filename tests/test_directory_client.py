@@ -99,8 +99,9 @@ def test_a_dead_instance_costs_one_deadline_once(kind: str) -> None:
     with hung() as silent, served() as live, client(live, silent if kind == "hung" else dead(), deadline_seconds=0.02) as a:
         keys = keys_of(5, 400)
         began = time.monotonic()
-        taken = a.register(A, keys)
+        assert a.locate(keys) == [[]] * 400
         first = time.monotonic() - began
+        taken = a.register(A, keys)
         assert 0 < taken < 400, "what the living one has"
         rest = []
         for _ in range(200):
@@ -110,6 +111,13 @@ def test_a_dead_instance_costs_one_deadline_once(kind: str) -> None:
         assert first < 0.5 and sorted(rest)[180] < 0.02, "generous for the first: it may wait for a processor"
         stats = a.stats()
         assert stats["skipped"] >= 150 and stats["instances_out"] >= 1
+
+
+def test_what_is_told_waits_longer_than_what_is_asked() -> None:
+    with hung() as silent, client(silent, deadline_seconds=0.02) as a:
+        began = time.monotonic()
+        assert a.register(A, keys_of(5, 4)) == 0
+        assert 0.4 < time.monotonic() - began < 5
 
 
 def test_with_every_instance_dead_all_is_a_miss_and_nothing_is_raised() -> None:

@@ -33,6 +33,7 @@ Keys = npt.NDArray[np.uint8]
 INSTANCES_MAX: Final = 64
 PAUSE_SECONDS: Final = 0.05  # until an instance that failed is tried again; doubled each time, up to
 PAUSE_SECONDS_MAX: Final = 4.0
+TELL_SECONDS: Final = 0.5  # of register, touch, forget of keys: a word lost to a hiccup is a window missed elsewhere
 PROBE_SECONDS: Final = 0.5  # within which the empty question has to be answered
 STALL_SECONDS: Final = 1.0  # a connection that owes an answer for so long is made anew
 IDLE_SECONDS: Final = 240.0  # below a directory's own: an agent's connection says that the agent lives
@@ -59,7 +60,8 @@ class DirectoryClient:
         congestion_control: str = "cubic",
     ) -> None:
         """`addresses`: "ip:port" of the instances, the same texts on every agent (ClusterMap.directories). `cluster`: ClusterMap.tag.
-        `deadline_seconds`: of each verb. `clock`: seconds, for directories that run with --virtual-clock only; None: theirs counts.
+        `deadline_seconds`: of an answer to locate(); what is told has half a second, for nobody waits for it.
+        `clock`: seconds, for directories that run with --virtual-clock only; None: theirs counts.
         Raises MisuseError E543 for addresses that are none or too many, and for a deadline out of range."""
         if not 1 <= len(set(addresses)) == len(addresses) <= INSTANCES_MAX:
             raise MisuseError("E543", f"{len(addresses)} directories", fix=f"give 1 to {INSTANCES_MAX}, each once")
@@ -121,7 +123,7 @@ class DirectoryClient:
             body = wire_directory.encode_agent(
                 self._speaker(agent), b"", owner=self._owner, clock_ms=self._clock_ms(), flags=wire_directory.FORGET_ALL
             )
-            answers = self._ask([(instance, Verb.FORGET, body) for instance in range(len(self.addresses))])
+            answers = self._ask([(instance, Verb.FORGET, body) for instance in range(len(self.addresses))], self.deadline_seconds)
             done = sum(self._done(answer) for answer in answers)
         self._count(forgotten=done)
         return done
@@ -139,7 +141,7 @@ class DirectoryClient:
                 body = wire_directory.encode_locate(keys[part].tobytes(), owner=self._owner, clock_ms=self._clock_ms())
                 asks.append((instance, int(Verb.LOCATE), body))
                 places.append(part)
-        for (instance, _, _), part, answer in zip(asks, places, self._ask(asks), strict=True):
+        for (instance, _, _), part, answer in zip(asks, places, self._ask(asks, self.deadline_seconds), strict=True):
             if answer is None:
                 continue
             try:
@@ -209,7 +211,7 @@ class DirectoryClient:
                 body = wire_directory.encode_agent(speaker, joined, owner=self._owner, clock_ms=self._clock_ms())
                 asks.append((instance, int(verb), body))
         done: dict[int, int] = {}
-        for (instance, _, _), answer in zip(asks, self._ask(asks), strict=True):
+        for (instance, _, _), answer in zip(asks, self._ask(asks, max(self.deadline_seconds, TELL_SECONDS)), strict=True):
             if answer is not None:
                 done[instance] = done.get(instance, 0) + self._done(answer)
         return done
@@ -237,14 +239,14 @@ class DirectoryClient:
     def _clock_ms(self) -> int:
         return int(self._clock() * 1000) if self._clock is not None else 0
 
-    def _ask(self, asks: Sequence[_Ask]) -> list[bytes | None]:
+    def _ask(self, asks: Sequence[_Ask], seconds: float) -> list[bytes | None]:
         """Body of each OK answer that came in time; None for all else, which is counted. Raises Closed."""
         with self._lock:
             out = set(self._out)
         live = [at for at, (instance, _, _) in enumerate(asks) if instance not in out]
         self._count(skipped=len(asks) - len(live))
         answers: list[bytes | None] = [None] * len(asks)
-        for at, (status, body) in zip(live, self._call([asks[at] for at in live], self.deadline_seconds), strict=True):
+        for at, (status, body) in zip(live, self._call([asks[at] for at in live], seconds), strict=True):
             if status == Status.OK:
                 answers[at] = body
             elif status in _REFUSALS or status == CLIENT_LIMIT:  # it is there: only these keys are missed
