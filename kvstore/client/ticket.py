@@ -17,14 +17,16 @@ import hmac
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Self
 
 import numpy as np
 
 from kvstore.client.native import U8, U64, Records
 from kvstore.client.values import Fidelity, FidelityKind
-from kvstore.errors import MisuseError, ProtocolError
+from kvstore.errors import ConfigError, MisuseError, ProtocolError
 
+TICKET_KEY_BYTES: Final = (16, 64)
 _MAGIC: Final = b"KVT2"
 _HEAD: Final = struct.Struct("<4sIIIIIqQ16s16sQ")
 _WINDOW: Final = struct.Struct("<IBB")
@@ -169,3 +171,17 @@ def _decode_windows(data: bytes) -> Iterator[WindowAt]:
 
 def _mac(body: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_MAC_BYTES, key=key, person=b"kvstore.ticket").digest()
+
+
+def read_ticket_key(path: Path, code: str) -> bytes:
+    """The ticket key that agents and lookup services share. Raises ConfigError: E100 for the file, `code` for its length."""
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError("E100", f"ticket key {path}", (error.strerror or str(error)).lower(), "name a file you may read") from None
+    low, high = TICKET_KEY_BYTES
+    if not low <= len(key) <= high:
+        raise ConfigError(
+            code, f"ticket key {path}", f"has {len(key)} bytes", f"write {low} to {high} random ones into it, for all agents the same"
+        )
+    return key

@@ -5,16 +5,14 @@ It keeps nothing: a restart forgets every entry, which costs window misses until
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import threading
 import time
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore import tcp
 from kvstore.clustermap import ClusterMap, Node
+from kvstore.daemon import address_text, run_daemon
 from kvstore.http import HttpServer, daemon_pages
 from kvstore.kernels import _native
 from kvstore.metrics_directory import directory_registry
@@ -84,28 +82,22 @@ class Directory:
         self.control.start()
         self.control.set_ready(True)
         size, lifetime = format_bytes(config.memory_bytes), format_seconds(config.lifetime_seconds)
-        log.info(f"serving on {self._address(self.server.port)}, table of at most {size}, entries live {lifetime} after their last use")
-
-    def announce(self) -> None:
-        """The line on stdout that whoever started this process waits for."""
-        print(f"ready {json.dumps(self.facts())}", flush=True)
+        address = address_text(config.host, self.server.port)
+        log.info(f"serving on {address}, table of at most {size}, entries live {lifetime} after their last use")
 
     def facts(self) -> dict[str, object]:
         """What the ready line says. Only while serving."""
         assert self.server and self.control and self.http
         return {
             "pid": os.getpid(),
-            "address": self._address(self.server.port),
-            "admin": self._address(self.control.port),
-            "http": self._address(self.http.port),
+            "address": address_text(self.config.host, self.server.port),
+            "admin": address_text(self.config.host, self.control.port),
+            "http": address_text(self.config.host, self.http.port),
             "cluster": self.map.cluster_id,
             "boot_id": self.server.boot_id,
             "memory_bytes": self.config.memory_bytes,
             "lifetime_seconds": self.config.lifetime_seconds,
         }
-
-    def _address(self, port: int) -> str:
-        return f"[{self.config.host}]:{port}" if ":" in self.config.host else f"{self.config.host}:{port}"
 
     def serve_until_stopped(self) -> int:
         """Returns the exit code. Answers are given inline: nothing is in flight that could be cut off."""
@@ -148,19 +140,4 @@ class Directory:
 
 def run_directory(config: DirectoryConfig) -> int:
     """Runs a directory until a signal ends it; returns its exit code. Call it from the main thread. Raises KvstoreError at the start."""
-    directory = Directory(config)
-    signals = 0
-
-    def on_stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
-        if signals > 1:
-            os._exit(128 + signum)
-        directory.request_stop()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, on_stop)
-    directory.start()
-    if not directory.stopping:
-        directory.announce()
-    return directory.serve_until_stopped()
+    return run_daemon(Directory(config))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import threading
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 
+from kvstore.client.ticket import read_ticket_key
 from kvstore.clustermap import ClusterMap
+from kvstore.daemon import address_text, run_daemon
 from kvstore.errors import ConfigError
 from kvstore.http import REQUESTS_MAX, HttpServer, Page, Request, daemon_pages
 from kvstore.metrics_lookup import LookupCounters
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from kvstore.server.control import HealthServer
 
 SERVICE: Final = "kvstore.v1.Lookup"
-TICKET_KEY_BYTES: Final = (16, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +49,6 @@ class LookupServiceConfig:
         for name, low, high in (("port", 0, 65535), ("http_port", 0, 65535), ("running_max", 1, 1024)):
             if not low <= (value := getattr(self, name)) <= high:
                 raise ConfigError("E198", f"lookup service {name} is {value}", fix=f"give {low} to {high}")
-
-
-def read_ticket_key(path: Path) -> bytes:
-    """As agents read it. Raises ConfigError."""
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError("E100", f"ticket key {path}", (error.strerror or str(error)).lower(), "name a file you may read") from None
-    if not TICKET_KEY_BYTES[0] <= len(key) <= TICKET_KEY_BYTES[1]:
-        raise ConfigError("E198", f"ticket key {path}", f"has {len(key)} bytes", "write 16 to 64 random ones, the same as the agents'")
-    return key
 
 
 class LookupService:
@@ -93,7 +80,7 @@ class LookupService:
         self._cluster = cluster_map.cluster_id
         tenants = load_tenants(config.tenants_path) if config.tenants_path is not None else None
         self._lookups = Lookups(
-            cluster_map, card, ticket_key=read_ticket_key(config.ticket_key_path), tenants=tenants, directories=config.directories,
+            cluster_map, card, ticket_key=read_ticket_key(config.ticket_key_path, "E198"), tenants=tenants, directories=config.directories,
             directory_seconds=config.directory_seconds, deadline_seconds=config.deadline_seconds, tokens_max=config.tokens_max,
         )  # fmt: skip
         faces = Faces(self._lookups, self.counters, config.running_max)
@@ -128,13 +115,10 @@ class LookupService:
         assert self._control and self._http
         return {
             "pid": os.getpid(),
-            "address": self._address(self._control.port),
-            "http": self._address(self._http.port),
+            "address": address_text(self.config.host, self._control.port),
+            "http": address_text(self.config.host, self._http.port),
             "cluster": self._cluster,
         }
-
-    def _address(self, port: int) -> str:
-        return f"[{self.config.host}]:{port}" if ":" in self.config.host else f"{self.config.host}:{port}"
 
     @property
     def stopping(self) -> bool:
@@ -165,15 +149,4 @@ class LookupService:
 
 def run_lookup_service(config: LookupServiceConfig) -> int:
     """Runs one until a signal ends it; returns its exit code. Call it from the main thread. Raises KvstoreError at the start."""
-    service = LookupService(config)
-
-    def on_stop(signum: int, frame: FrameType | None) -> None:
-        if service.stopping:
-            os._exit(128 + signum)
-        service.request_stop()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, on_stop)
-    service.start()
-    print(f"ready {json.dumps(service.facts())}", flush=True)
-    return service.serve_until_stopped()
+    return run_daemon(LookupService(config))

@@ -11,7 +11,6 @@ newer one. A WRITE of an older epoch is answered STALE_MAP; of a newer one it is
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
@@ -20,12 +19,12 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore import tcp
 from kvstore.clustermap import EARLY_REASONS, ClusterMap
 from kvstore.clustermap import Node as Member
+from kvstore.daemon import address_text, run_daemon
 from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
 from kvstore.gc import EvictionPolicy, Evictor, class_of
 from kvstore.http import HttpServer, daemon_pages
@@ -161,7 +160,7 @@ class Node:
         self.control.start()
         self.control.set_ready(True)
         ports = {"data": self.server.port, "gRPC": self.control.port, "http": self.http.port}
-        log.info(f"serving on {', '.join(f'{self._address(port)} ({name})' for name, port in ports.items())}")
+        log.info(f"serving on {', '.join(f'{address_text(self.config.host, port)} ({name})' for name, port in ports.items())}")
 
     def _open_store(self) -> None:
         directory = self.config.data_dir
@@ -220,28 +219,21 @@ class Node:
         bounds = {name: max(1.0, now - until) for name, until in list(self._dropped.until.items()) if name in CLASSES}
         return bounds, max(1.0, now - self._dropped.born) if self._dropped.born else 0.0
 
-    def announce(self) -> None:
-        """The line on stdout that whoever started this daemon waits for."""
-        print(f"ready {json.dumps(self.facts())}", flush=True)
-
     def facts(self) -> dict[str, object]:
         """What the ready line says. Only while serving."""
         assert self.server and self.control and self.http
         return {
             "id": self.config.node_id,
             "pid": os.getpid(),
-            "address": self._address(self.server.port),
-            "admin": self._address(self.control.port),
-            "http": self._address(self.http.port),
+            "address": address_text(self.config.host, self.server.port),
+            "admin": address_text(self.config.host, self.control.port),
+            "http": address_text(self.config.host, self.http.port),
             "cluster": self.map.cluster_id,
             "epoch": self.map.epoch,
             "boot_id": self.server.boot_id,
             "io": self.server.io,
             "index": self.index_start,
         }
-
-    def _address(self, port: int) -> str:
-        return f"[{self.config.host}]:{port}" if ":" in self.config.host else f"{self.config.host}:{port}"
 
     # --- run ---
 
@@ -414,9 +406,9 @@ class Node:
             pid=os.getpid(),
             version=version(),
             uptime_seconds=time.monotonic() - self._started_at,
-            data_address=self._address(self.server.port),
-            admin_address=self._address(self.control.port),
-            http_address=self._address(self.http.port),
+            data_address=address_text(self.config.host, self.server.port),
+            admin_address=address_text(self.config.host, self.control.port),
+            http_address=address_text(self.config.host, self.http.port),
             data_directory=str(self.config.data_dir),
             io=self.server.io,
             capacity_bytes=self.capacity_bytes,
@@ -456,23 +448,8 @@ def run_node(config: NodeConfig) -> int:
     Raises KvstoreError, with its one line, when it cannot start.
     """
     node = Node(config)
-    signals = 0
-
-    def on_stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
-        if signals > 1:
-            os._exit(128 + signum)  # told twice: at once; what is on disk is whole by construction
-        node.request_stop()
-
-    # Before the start: a daemon that is stopped while it starts must not leave its directory as a crash would.
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, on_stop)
     signal.signal(signal.SIGHUP, lambda *_: node.request_reload())
-    node.start()
-    if not node.stopping:
-        node.announce()
-    return node.serve_until_stopped()
+    return run_daemon(node)
 
 
 def raise_descriptor_limit() -> None:

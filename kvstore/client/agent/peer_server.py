@@ -20,6 +20,7 @@ from typing import Final, Protocol, TypeAlias
 from kvstore import wire
 from kvstore.client.agent import frames
 from kvstore.client.agent.frames import Buffer, Offer, PeerConfig, Verb
+from kvstore.daemon import address_text
 from kvstore.errors import ProtocolError
 from kvstore.wire import Frame, Hello, Kind, Status
 
@@ -92,7 +93,7 @@ class PeerServer:
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return address_text(self.host, self.port)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start, by name: windows_sent, windows_missing, busy, refused, cut, ...; and connections and bytes_out now."""

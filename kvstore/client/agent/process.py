@@ -13,7 +13,6 @@ import fcntl
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -22,7 +21,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 from prometheus_client import generate_latest
@@ -34,14 +32,16 @@ from kvstore.client.agent.config import AgentConfig
 from kvstore.client.agent.frames import address_of
 from kvstore.client.agent.link import Kind, Message, check_peer
 from kvstore.client.agent.moving import move_windows
-from kvstore.client.agent.process_config import ProcessConfig, read_ticket_key
+from kvstore.client.agent.process_config import ProcessConfig
 from kvstore.client.agent.process_metrics import process_registry
 from kvstore.client.agent.ram import RamTier
 from kvstore.client.agent.session import REQUESTS_MAX, Session
 from kvstore.client.agent.taker import Taker
 from kvstore.client.client import Client
 from kvstore.client.config import ClientConfig
+from kvstore.client.ticket import read_ticket_key
 from kvstore.clustermap import ClusterMap
+from kvstore.daemon import address_text, run_daemon
 from kvstore.errors import ConfigError, KvstoreError, ProtocolError, Unreachable
 from kvstore.http import HttpServer, daemon_pages
 from kvstore.server.log import Log, LogHandler
@@ -110,7 +110,7 @@ class AgentProcess:
         config = self.config
         logging.getLogger("kvstore").addHandler(self._log_handler)
         self.map = ClusterMap.load(config.map_path)
-        self._ticket_key = read_ticket_key(config.ticket_key_path)
+        self._ticket_key = read_ticket_key(config.ticket_key_path, "E185") if config.ticket_key_path is not None else b""
         self._check_socket()
         try:
             self.memory_fd, self.memory = make_memory("kvstore-agent", config.memory_bytes, read_only=True)
@@ -180,7 +180,7 @@ class AgentProcess:
         return {
             "pid": os.getpid(),
             "socket": str(self.config.socket_path),
-            "http": f"{self.config.http_host}:{self.http.port}",
+            "http": address_text(self.config.http_host, self.http.port),
             "cluster": self.map.cluster_id,
             "epoch": self.map.epoch,
             "memory_bytes": self.config.memory_bytes,
@@ -348,6 +348,10 @@ class AgentProcess:
 
     # --- end ---
 
+    @property
+    def stopping(self) -> bool:
+        return self._wake.is_set()
+
     def request_stop(self, seconds: float | None = None, to: str = "") -> None:
         """Begins the drain; harmless twice. Safe in a signal handler. `to`: the agent that takes the windows."""
         if not self._wake.is_set():
@@ -445,18 +449,4 @@ def run_agent(config: ProcessConfig) -> int:
 
     Raises KvstoreError, with its one line, when it cannot start.
     """
-    process = AgentProcess(config)
-    signals = 0
-
-    def on_stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
-        if signals > 1:
-            os._exit(128 + signum)
-        process.request_stop()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, on_stop)
-    process.start()
-    print(f"ready {json.dumps(process.facts())}", flush=True)
-    return process.serve_until_stopped()
+    return run_daemon(AgentProcess(config))

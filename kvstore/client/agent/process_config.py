@@ -11,7 +11,6 @@ from kvstore.client.agent.frames import address_of
 from kvstore.errors import ConfigError
 
 SOCKET_PATH_BYTES_MAX: Final = 100  # sun_path has 108; a temporary name beside it needs some
-TICKET_KEY_BYTES: Final = (16, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +58,3 @@ class ProcessConfig:
     def _need(self, name: str, fine: bool, range_text: str) -> None:
         if not fine:
             raise ConfigError("E185", f"agent {name} = {getattr(self, name)}", f"must be {range_text}")
-
-
-def read_ticket_key(path: Path | None) -> bytes:
-    """What the file holds; b"" without one. Raises ConfigError E100, E185."""
-    if path is None:
-        return b""
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError("E100", f"ticket key {path}", (error.strerror or str(error)).lower(), "name a file you may read") from None
-    if not TICKET_KEY_BYTES[0] <= len(key) <= TICKET_KEY_BYTES[1]:
-        raise ConfigError(
-            "E185", f"ticket key {path}", f"has {len(key)} bytes", "write 16 to 64 random bytes into it, the same on all agents"
-        )
-    return key
