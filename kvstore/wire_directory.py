@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.errors import ProtocolError
@@ -127,10 +127,6 @@ def decode_report_reply(body: bytes) -> bool:
     """Whether the agent is left out of answers now."""
     _need(len(body) == _REPORT_REPLY.size, "REPORT")
     return bool(_REPORT_REPLY.unpack(body)[0])
-
-
-def encode_status(status: DirectoryStatus) -> bytes:
-    return _STATUS.pack(*astuple(status))
 
 
 def decode_status(body: bytes) -> DirectoryStatus:

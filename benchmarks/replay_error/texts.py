@@ -17,7 +17,6 @@ from kvstore.engine_integration.train.corpus import HELDOUT
 
 LICENCES: Final = Path("/usr/share/common-licenses")
 PROSE_FILES: Final = ("GPL-3", "MPL-2.0", "LGPL-2.1", "GFDL-1.3", "Apache-2.0", "Artistic", "GPL-2", "CC0-1.0")
-KINDS: Final = ("code", "prose")
 
 
 @dataclass(frozen=True)
