@@ -7,7 +7,7 @@ import queue
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def test_an_engine_in_another_process_goes_on_to_the_same_text() -> None:
         try:
             assert giver.stdin and giver.stdout and giver.stdout.readline() == "ready\n"
             for number, words in enumerate(WAYS):
-                prompt = prompt_of(40 + 30 * number)
+                prompt = prompt_of(40 + 130 * number)
                 giver.stdin.write(json.dumps({"prompt": prompt, "options": words}) + "\n")
                 giver.stdin.flush()
                 given = json.loads(giver.stdout.readline())
@@ -76,44 +76,116 @@ def test_an_engine_in_another_process_goes_on_to_the_same_text() -> None:
             assert (takeovers.taken, takeovers.refused) == (3, 0)
             assert engine.pages.free == engine.pages.capacity
             until(lambda: inbox.stats()["used_bytes"] == 0, "the memory of the last one")
+            # Killed while it reads its next prompt: what has come of it is forgotten.
+            giver.stdin.write(json.dumps({"prompt": prompt_of(400), "options": {"max_tokens": 9}, "halt_at": "blocks.8"}) + "\n")
+            giver.stdin.flush()
+            assert giver.stdout.readline() == "halted\n"
+            until(lambda: inbox.stats()["used_bytes"] > 0, "its rows so far")
+            giver.kill()
+            until(lambda: inbox.stats()["used_bytes"] == inbox.stats()["arrivals"] == 0, "the end of it")
+            assert (inbox.stats()["lost"], takeovers.taken, engine.stats()["running"]) == (1, 3, 0)
         finally:
+            giver.kill()
             giver.communicate()
             takeovers.close()
             server.close()
 
 
-@pytest.mark.parametrize("outcome", [HandoffOutcome.BUSY, HandoffOutcome.LOST, None])
-def test_where_nobody_takes_it_the_request_is_answered_here(outcome: HandoffOutcome | None) -> None:
+class Recorder:
+    """Takes a handoff in this process."""
+
+    def __init__(self, sections: Sequence[tuple[str, int]], done: Callable[[dict[str, bytes]], HandoffOutcome] | None = None) -> None:
+        self.table, self.sections = dict(sections), dict[str, bytes]()
+        self.outcome: HandoffOutcome | None = None
+        self.sent_bytes = 0
+        self._done = done or (lambda sections: HandoffOutcome.DONE)
+
+    def put(self, name: str, data: memoryview) -> None:
+        assert name not in self.sections
+        assert len(data) == self.table[name]
+        self.sections[name] = bytes(data)
+        self.sent_bytes += len(data)
+
+    def commit(self, deadline_seconds: float) -> HandoffOutcome:
+        assert self.sections.keys() == self.table.keys()
+        self.outcome = self._done(self.sections)
+        return self.outcome
+
+    def abort(self) -> None:
+        self.outcome = self.outcome or HandoffOutcome.ABORTED
+
+
+def fails(sections: object) -> HandoffOutcome:
+    raise OSError("no network")
+
+
+@pytest.mark.parametrize(
+    ("give", "why"),
+    [
+        (lambda sections: HandoffOutcome.BUSY, "busy"),
+        (fails, "unreachable"),
+        (lambda sections: Recorder(sections, lambda all: HandoffOutcome.LATE), "late"),
+        (lambda sections: Recorder(sections, fails), "lost"),
+    ],
+    ids=["refused", "not offered", "not committed", "broken"],
+)
+def test_where_nobody_takes_it_the_request_is_answered_here(give: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     prompt = prompt_of(50)
-
-    def give(sections: object) -> HandoffOutcome:
-        if outcome is None:
-            raise OSError("no network")
-        return outcome
-
     with Engine(model(), None) as engine:
         response = engine.submit(prompt, options=options_of(WAYS[0]), give=give).result(WAIT_SECONDS)
         assert (response.tokens, response.finish_reason) == (alone(prompt, WAYS[0]), "length")
-        assert engine.counts["handoffs_failed"] == 1
+        assert (engine.counts[f"handoff_{why}"], engine.counts["handoff_done"], response.handoff_bytes) == (1, 0, 0)
+    assert [record.message for record in caplog.records] == [f"request {caplog.records[0].args[0]} is answered here: its handoff was {why}"]  # type: ignore[index]  # of a tuple
+
+
+def test_global_rows_are_sent_while_the_prompt_is_read_and_the_rest_after_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 300 tokens: two runs of 8 blocks of 16, and one of 2."""
+    before: list[set[str]] = []
+    found: list[Recorder] = []
+    with Engine(model(), None) as engine:
+        monkeypatch.setattr(engine._io, "submit", lambda work: work())  # so that the offer is answered before a token is read
+
+        def give(sections: Sequence[tuple[str, int]]) -> Recorder:
+            found.append(Recorder(sections))
+            return found[0]
+
+        request = engine.submit(prompt_of(300), options=RequestOptions(max_tokens=9), give=give)
+        request.listen(lambda piece: before.append(set(found[0].sections)))  # the first piece: the first token
+        response = request.result(WAIT_SECONDS)
+    rows = {"blocks.0", "blocks.8", "blocks.16"}
+    assert before[0] == rows
+    assert set(found[0].sections) - rows == {
+        "tail", "rings.encoder", "rings.decoder", "pending", "entries", "draft", "tokens", "sampler", "head"
+    }  # fmt: skip
+    size = model().layout.block_bytes
+    assert [len(found[0].sections[name]) for name in sorted(rows)] == [8 * size, 2 * size, 8 * size]
+    assert (response.handoff_bytes, response.handoff_early_bytes) == (sum(found[0].table.values()), 18 * size)
+    assert engine.counts["handoff_early_bytes"] + engine.counts["handoff_late_bytes"] == response.handoff_bytes
 
 
 def packed(prompt: list[int], options: RequestOptions) -> dict[str, bytes]:
     """A request as it is given away."""
-    found: list[dict[str, bytes]] = []
+    found: list[Recorder] = []
 
-    def give(sections: Any) -> HandoffOutcome:
-        found.append({name: bytes(data) for name, data in sections.items()})
-        return HandoffOutcome.DONE
+    def give(sections: Sequence[tuple[str, int]]) -> Recorder:
+        found.append(Recorder(sections))
+        return found[0]
 
     with Engine(model(), None) as engine:
         assert engine.submit(prompt, options=options, give=give).result(WAIT_SECONDS).finish_reason == "handed_over"
-    return found[0]
+    return found[0].sections
 
 
 def test_one_that_ends_with_its_first_token_is_not_given_away() -> None:
     with Engine(model(), None) as engine:
-        response = engine.submit(prompt_of(20), options=RequestOptions(max_tokens=1), give=lambda sections: HandoffOutcome.DONE).result(60)
-        assert response.finish_reason == "length"
+        response = engine.submit(prompt_of(20), options=RequestOptions(max_tokens=1), give=fails).result(60)
+        assert (response.finish_reason, engine.counts["handoff_unreachable"]) == ("length", 0), "not even offered"
+        stop = RequestOptions(max_tokens=9, stop_tokens=frozenset(response.tokens))
+        taken: list[Recorder] = []
+        response = engine.submit(prompt_of(20), options=stop, give=lambda sections: taken.append(Recorder(sections)) or taken[0]).result(60)
+        assert response.finish_reason == "stop"
+    assert taken[0].outcome is HandoffOutcome.ABORTED
+    assert engine.counts["handoff_aborted"] == 1
 
 
 def test_taken_requests_wait_for_room_lose_it_and_go_on() -> None:
@@ -146,20 +218,26 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 
 def test_decode_stores_the_block_that_straddles_prompt_and_answer(client: Client) -> None:
-    prompt, options = prompt_of(72), RequestOptions(max_tokens=40)
+    prompt, options = prompt_of(72), RequestOptions(max_tokens=40, resume="exact")
     with Engine(model(), client) as prefill, Engine(model(), client) as decode:
         taken: list[Request] = []
 
-        def give(sections: Any) -> HandoffOutcome:
+        def take(sections: Any) -> HandoffOutcome:
             taken.append(decode.take_over(sections))
             return HandoffOutcome.DONE
 
-        first = prefill.submit(prompt, options=options, give=give).result(WAIT_SECONDS)
+        first = prefill.submit(prompt, options=options, give=lambda sections: Recorder(sections, take)).result(WAIT_SECONDS)
         assert (first.finish_reason, first.stored_blocks) == ("handed_over", 72 // 16)
         whole = taken[0].result(WAIT_SECONDS)
         assert whole.stored_blocks == (72 + 39) // 16 - 72 // 16, "only what prefill did not"
     keys = KeyChain(model().namespace, block_tokens=16).extend(prompt + whole.tokens)
     until(lambda: client.lookup(keys).hit_blocks == (72 + 39) // 16, "the last shards")
+    # A prompt that hits is given away, too, its loaded rows with those that it computes.
+    with Engine(model(), client) as prefill, Engine(model(), client) as decode:
+        first = prefill.submit(prompt, options=options, give=lambda sections: Recorder(sections, take)).result(WAIT_SECONDS)
+        assert (first.finish_reason, first.tokens) == ("handed_over", whole.tokens[:1])
+        assert first.cached_tokens + first.replayed_tokens == (72 - 22) // 16 * 16
+        assert taken[1].result(WAIT_SECONDS).tokens == whole.tokens
 
 
 def test_a_secret_stays_where_it_is() -> None:

@@ -155,6 +155,8 @@ class HandoffSender:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._ending = False  # no more jobs will come
+        self._committing = False
+        self._sent_bytes = 0
         self._outcome: HandoffOutcome | None = None
         self._open = len(connections)
         self._connections = connections  # the first one owns the handoff there
@@ -170,6 +172,11 @@ class HandoffSender:
     def outcome(self) -> HandoffOutcome | None:
         """None while it is on its way."""
         return self._outcome
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of sections, given to the kernel so far."""
+        return self._sent_bytes
 
     def __enter__(self) -> Self:
         return self
@@ -212,7 +219,7 @@ class HandoffSender:
             missing = [name for name, number in self._numbers.items() if number not in self._given]
             if missing and self._outcome is None:
                 raise MisuseError("E579", "handoff", f"{', '.join(missing)} not put", "put every section, or abort")
-            self._ending = True
+            self._ending = self._committing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._open or self._outcome is not None, max(0.0, end - time.monotonic()))
             fine = not self._open and self._outcome is None
@@ -224,8 +231,11 @@ class HandoffSender:
         return self._settled()
 
     def abort(self) -> None:
-        """Ends it; the other side forgets it at once."""
+        """Ends it; the other side forgets it at once. A commit that another thread waits in ends with it."""
         self._end(HandoffOutcome.ABORTED)
+        with self._changed:
+            if self._committing:  # it is that thread's to settle
+                return
         self._settled()
 
     def _settled(self) -> HandoffOutcome:
@@ -318,6 +328,8 @@ class HandoffSender:
             raise OSError("not even a header could be sent")
         while sent < len(job.data):
             sent += connection.send(job.data[sent:])
+        with self._changed:
+            self._sent_bytes += sent
 
     def _expect_ok(self, connection: socket.socket) -> None:
         frame, body_bytes = read_header(connection, time.monotonic() + self._peers.config.progress_seconds)

@@ -6,6 +6,7 @@ pieces of work; each piece is at most one block of one prompt, or one step of on
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -21,7 +22,8 @@ from kvstore.client.load import Load
 from kvstore.client.values import LoadOutcome
 from kvstore.engine_integration.engine.audit import ShadowAudit
 from kvstore.engine_integration.engine.cache import Cache, Found
-from kvstore.engine_integration.engine.handing import Give, pack, settings_of
+from kvstore.engine_integration.engine.giving import Give, Outgoing
+from kvstore.engine_integration.engine.handing import offered_bytes, pack, settings_of
 from kvstore.engine_integration.engine.host import HostCache, host_of
 from kvstore.engine_integration.engine.options import EngineConfig, RequestOptions
 from kvstore.engine_integration.engine.request import FinishReason, Request
@@ -32,6 +34,8 @@ from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.pages import Pages, page_bytes
 from kvstore.engine_integration.model.state import Bytes
 from kvstore.errors import Closed, MisuseError
+
+log = logging.getLogger(__name__)
 
 IDLE_SECONDS: Final = 60.0  # longest sleep of the thread; everything that happens wakes it
 CLOSE_SECONDS: Final = 30.0
@@ -74,8 +78,8 @@ class Engine:
     # --- callers ---
 
     def submit(self, prompt: list[int], *, options: RequestOptions | None = None, give: Give | None = None) -> Request:
-        """Begins to answer; returns at once. `give`: once the first token is said, called on an I/O thread with all of the request; where
-        it says DONE another process goes on, and the request ends here as "handed_over"; else it goes on here.
+        """Begins to answer; returns at once. `give`: offers the request to another process while its prompt is read here; once that has
+        all of it, with the first token, it goes on there, and ends here as "handed_over". Where nobody takes it, it goes on here.
 
         Raises MisuseError for a prompt that is empty, has ids that are no tokens (E590), or does not fit the engine's memory with its
         answer (E594); Closed after close(). A full queue is no fault: the request ends as "busy"."""
@@ -167,6 +171,8 @@ class Engine:
                 self._closing = True
             for task in [*self._waiting, *self._running]:
                 task.request.fail(error)
+                if task.outgoing is not None:
+                    task.outgoing.withdraw()
             raise
 
     def _turn_once(self) -> bool:
@@ -250,6 +256,8 @@ class Engine:
             self._waiting.remove(task)
             self._running.append(task)
             task.queue_seconds = time.monotonic() - task.request.submitted_seconds - task.lookup_seconds
+            if task.give is not None and task.options.max_tokens > 1:
+                self._offer(task, task.give)
             if task.found is not None:
                 self._load(task)
 
@@ -311,6 +319,7 @@ class Engine:
     def _fell_short(self, task: Task, found: Found, rows: Bytes) -> None:
         """Fewer blocks came: all that was computed so far is thrown away, and a new plan made from those that did."""
         self.counts["loads_short"] += 1
+        self._withdraw(task)
         task.release()
         task.forget()
         task.phase = Phase.WAITING
@@ -355,15 +364,26 @@ class Engine:
             self.counts["prefill_tokens"] += rows
             if task.finished is not None and task.phase is Phase.RUNNING:
                 self._end(task, task.finished)
-            elif task.give is not None and task.answering and task.phase is Phase.RUNNING:
-                self._hand_over(task, task.give)
+            elif task.outgoing is not None and task.answering and task.phase is Phase.RUNNING:
+                self._hand_over(task, task.outgoing)
         return done
 
-    def _hand_over(self, task: Task, give: Give) -> None:
-        """Gives it away, on another thread; what that thread sends is a copy."""
+    # --- giving it to another process ---
+
+    def _offer(self, task: Task, give: Give) -> None:
+        size = offered_bytes(task)
+        if size is None:
+            self._stays(task, HandoffOutcome.TOO_LARGE)
+            return
+        task.outgoing = Outgoing(give, self.model, task.prompt_tokens, size)
+        self._io.submit(task.outgoing.begin)
+
+    def _hand_over(self, task: Task, outgoing: Outgoing) -> None:
+        """The first token is said: sends what is left, on another thread; what that thread sends is a copy."""
+        early = outgoing.sent_bytes
         try:
             task.store()
-            sections = pack(task)
+            rest = pack(task, outgoing.sampler_bytes)
         except Exception as error:
             self._fail(task, error)
             return
@@ -371,18 +391,43 @@ class Engine:
 
         def work() -> None:
             try:
-                outcome = give(sections)
+                outcome = outgoing.finish(rest, self.config.handoff_deadline_seconds)
             except Exception:  # whatever it is: the request can still be answered here
                 outcome = HandoffOutcome.LOST
-            self._post(lambda: self._handed_over(task, outcome))
+            self._post(lambda: self._handed_over(task, outgoing, outcome, early))
 
-        self._io.submit(work)
+        if outgoing.outcome is not None:
+            self._handed_over(task, outgoing, outgoing.outcome, early)
+        else:
+            self._io.submit(work)
 
-    def _handed_over(self, task: Task, outcome: HandoffOutcome) -> None:
-        task.giving = False
-        self.counts["handed_over" if outcome is HandoffOutcome.DONE else "handoffs_failed"] += 1
-        if outcome is HandoffOutcome.DONE:
-            self._end(task, "handed_over")
+    def _handed_over(self, task: Task, outgoing: Outgoing, outcome: HandoffOutcome, early: int) -> None:
+        if task.outgoing is not outgoing:
+            return  # it was withdrawn
+        task.giving, task.outgoing = False, None
+        if outcome is not HandoffOutcome.DONE:
+            self._io.submit(outgoing.withdraw)
+            self._stays(task, outcome)
+            return
+        task.handoff_bytes, task.handoff_early_bytes = outgoing.total_bytes, early
+        self.counts["handoff_done"] += 1
+        self.counts["handoff_early_bytes"] += early
+        self.counts["handoff_late_bytes"] += outgoing.total_bytes - early
+        self._end(task, "handed_over")
+
+    def _stays(self, task: Task, outcome: HandoffOutcome) -> None:
+        task.give = None
+        self.counts[f"handoff_{outcome.value}"] += 1
+        log.warning("request %d is answered here: its handoff was %s", task.request.number, outcome.value)
+
+    def _withdraw(self, task: Task) -> None:
+        """What was sent of it counts no more: it ends here, or is computed or loaded again."""
+        outgoing, task.outgoing, task.giving = task.outgoing, None, False
+        if outgoing is not None:
+            self.counts["handoff_aborted"] += 1
+            self._io.submit(outgoing.withdraw)
+
+    # --- answers ---
 
     def _step(self) -> int:
         """One step of each answer."""
@@ -406,7 +451,7 @@ class Engine:
         """Pages for so many tokens of a running answer; the request that started last loses its room for them, if need be this one."""
         assert task.state is not None
         while not task.state.reserve((tokens - 1) // self.model.config.block + 1):
-            victims = [other for other in self._running if not other.loading]
+            victims = [other for other in self._running if not other.loading and not other.giving]
             if not victims:
                 return False  # the end of a load will wake us
             victim = victims[-1]
@@ -419,6 +464,7 @@ class Engine:
         """What it computed is stored as far as it is whole, so that it goes on from there; the tokens it gave stay."""
         self.counts["preemptions"] += 1
         task.preemptions += 1
+        self._withdraw(task)
         task.store()
         task.release()
         task.phase = Phase.WAITING
@@ -440,6 +486,7 @@ class Engine:
         for tasks in (self._waiting, self._running):
             if task in tasks:
                 tasks.remove(task)
+        self._withdraw(task)
         task.release()
         if task.loading:
             self._leaving.append(task)

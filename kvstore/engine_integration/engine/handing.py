@@ -1,7 +1,7 @@
 """Requests that one engine begins and another ends: prefill here, decode there. docs/ENGINE.md tells the flow.
 
-    engine.submit(prompt, options=..., give=to(peers, address))   says the first token, then gives the request away; where nobody takes
-                                                                 it, goes on by itself
+    engine.submit(prompt, options=..., give=to(peers, address))   sends global rows while the prompt is read (giving.py), and the rest after
+                                                                 the first token; where nobody takes it, goes on by itself
     Takeovers(engine, inbox)                                     the other side: lets its engine answer what arrives whole
 
 What goes over beside the rows: options (but for the tenant's secret, which never leaves its process), what of the request is stored and how
@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.client.agent.frames import Offer
-from kvstore.client.agent.handoff import HandoffOutcome, send_handoff
+from kvstore.client.agent.handoff import begin
 from kvstore.client.agent.inbox import HandoffInbox
 from kvstore.client.agent.peers import Peers
+from kvstore.engine_integration.engine.giving import Give
 from kvstore.engine_integration.engine.options import RequestOptions
 from kvstore.engine_integration.engine.request import Request
 from kvstore.engine_integration.engine.resuming import Worth
-from kvstore.engine_integration.model.handover import Buffer, blocks_needed, export_handoff
+from kvstore.engine_integration.model.handover import SAMPLER_BYTES_MAX, Buffer, blocks_needed, export_rest
 from kvstore.engine_integration.model.resume import Resume, WindowUse
 from kvstore.engine_integration.model.state import Bytes
 from kvstore.errors import KvstoreError, LayoutError
@@ -33,24 +34,28 @@ if TYPE_CHECKING:
     from kvstore.engine_integration.engine.engine import Engine
     from kvstore.engine_integration.engine.task import Task
 
-Give = Callable[[Mapping[str, Bytes]], HandoffOutcome]
-GIVE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.25
 _DEFAULT: Final = RequestOptions()
 _RESUME_COUNTS: Final = ("blocks_end_tokens", "start_tokens", "exact_from_tokens")
+_SLACK_BYTES: Final = 16  # what is stored is not known yet when the settings' length is offered
 
 
-def to(peers: Peers, address: str, deadline_seconds: float = GIVE_SECONDS) -> Give:
-    """Gives to the agent at `address`."""
-    return lambda sections: send_handoff(
-        peers, address, {name: data.data for name, data in sections.items()}, deadline_seconds=deadline_seconds
-    )
+def to(peers: Peers, address: str, note: bytes = b"") -> Give:
+    """Gives to the agent at `address`. `note`: for who decides there (Takeovers' `secret_of`)."""
+    return lambda sections: begin(peers, address, sections, note=note)
 
 
-def pack(task: Task) -> dict[str, Bytes]:
-    """All of a request between two steps of its answer."""
+def offered_bytes(task: Task) -> int | None:
+    """Bytes of the settings in an offer, made while the prompt is read; None: too many, it cannot be given away."""
+    size = len(_settings(task)) + _SLACK_BYTES
+    return size if size <= SAMPLER_BYTES_MAX else None
+
+
+def pack(task: Task, settings_bytes: int) -> dict[str, Bytes]:
+    """All of a request between two steps of its answer but its whole blocks."""
     assert task.state is not None
-    return export_handoff(task.model, task.state, task.tokens, _settings(task), task.last_output, task.drafts)
+    settings = _settings(task).ljust(settings_bytes)
+    return export_rest(task.model, task.state, task.tokens, settings, task.last_output, task.drafts)
 
 
 def _settings(task: Task) -> bytes:
@@ -157,4 +162,4 @@ def accepts(engine: Engine, offer: Offer) -> Status:
     return Status.OK if needed <= engine.pages.free else Status.BUSY
 
 
-__all__ = ["GIVE_SECONDS", "Give", "Takeovers", "accepts", "pack", "settings_of", "to"]
+__all__ = ["Takeovers", "accepts", "offered_bytes", "pack", "settings_of", "to"]

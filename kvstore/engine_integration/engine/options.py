@@ -60,6 +60,7 @@ class EngineConfig:
     speculate: bool = True
     lookup_deadline_seconds: float = 0.5
     load_deadline_seconds: float = 5.0
+    handoff_deadline_seconds: float = 10.0  # from the first token until the other process has all; then it is answered here
     request_deadline_seconds: float = 600.0
     audit_every: int = 0  # N: of N answers over a bounded replay one is computed again exactly, in the background; 0: none is
     audit_share: float = 0.1  # of one thread's time, at most, for that
@@ -73,7 +74,7 @@ class EngineConfig:
         self._need("audit_every", self.audit_every >= 0, "at least 0")
         self._need("audit_share", 0 < self.audit_share <= 1, "above 0, at most 1")
         self._need("depth_max", 0 <= self.depth_max < 1 << 16, "0 to 65535")
-        for name in ("lookup_deadline_seconds", "load_deadline_seconds", "request_deadline_seconds"):
+        for name in ("lookup_deadline_seconds", "load_deadline_seconds", "handoff_deadline_seconds", "request_deadline_seconds"):
             self._need(name, getattr(self, name) > 0, "above 0")
 
     def _need(self, name: str, fine: bool, range_text: str) -> None:

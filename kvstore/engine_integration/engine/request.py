@@ -48,6 +48,8 @@ class Response:
     load_outcome: str  # a LoadOutcome's value; "none": nothing was loaded
     stored_blocks: int  # handed to the store, which is done with them later
     preemptions: int  # times its room was taken for another, and its rows loaded or computed again
+    handoff_bytes: int = 0  # given to another process; 0: it was not
+    handoff_early_bytes: int = 0  # of these, already sent when the first token was said
 
 
 class Request:

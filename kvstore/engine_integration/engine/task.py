@@ -20,7 +20,7 @@ from kvstore.client.load import Load
 from kvstore.client.values import Fidelity
 from kvstore.engine_integration.engine.audit import Recording, ShadowAudit
 from kvstore.engine_integration.engine.cache import Cache, Found
-from kvstore.engine_integration.engine.handing import Give
+from kvstore.engine_integration.engine.giving import Give, Outgoing
 from kvstore.engine_integration.engine.request import FinishReason, Request, Response
 from kvstore.engine_integration.engine.resuming import Mode, Worth, worth
 from kvstore.engine_integration.engine.sampling import choose
@@ -70,8 +70,10 @@ class Task:
         self.last_output = torch.zeros(model.config.d)  # the decoder's, of the last computed row
         self._reach = model.config.spare  # how many to guess: one more than were right the last time
         self._outputs: list[Tensor] = []  # the decoder's, of rows the draft layer has not seen
-        self.give: Give | None = None  # where to, once the first token is said
-        self.giving = False  # an I/O thread gives it away: no step until it is known whether it was taken
+        self.give: Give | None = None  # where to
+        self.outgoing: Outgoing | None = None  # on its way there, from the start on
+        self.giving = False  # all of it is sent: no step until it is known whether it was taken
+        self.handoff_bytes = self.handoff_early_bytes = 0
         self.taken: Mapping[str, Buffer] | None = None  # all of it, from another process, until it has room here
         self.resume = Resume(WindowUse.NONE, 0, 0, False, 0, False)  # of the start that gave the first token
         self.load_outcome = "none"
@@ -173,6 +175,8 @@ class Task:
         finally:
             self.prefill_seconds += time.monotonic() - began
         rows = self.state.length - before
+        if self.outgoing is not None:
+            self.outgoing.put_runs(self.state)
         if self.state.length == self._missed_tokens and self.options.store:
             self._keep_windows()  # the state soon forgets it
         if self.state.length == len(self.tokens):
@@ -283,5 +287,5 @@ class Task:
             queue_seconds=self.queue_seconds, lookup_seconds=self.lookup_seconds, load_seconds=self.load_seconds,
             prefill_seconds=self.prefill_seconds, total_seconds=time.monotonic() - self.request.submitted_seconds,
             guessed_tokens=self.guessed, accepted_tokens=self.accepted, load_outcome=self.load_outcome, stored_blocks=self._stored,
-            preemptions=self.preemptions,
+            preemptions=self.preemptions, handoff_bytes=self.handoff_bytes, handoff_early_bytes=self.handoff_early_bytes,
         )  # fmt: skip

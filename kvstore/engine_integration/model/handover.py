@@ -4,7 +4,7 @@
     head          84, _HEAD                                                 see there
     tokens        4 a token                                                 prompt and answer so far, u32
     sampler       as given                                                  the engine's own
-    blocks.F      block bytes x up to 64                                    whole blocks F, F+1, ..., as they are stored
+    blocks.F      block bytes x up to 8, in long prompts more               whole blocks F, F+1, ..., as they are stored
     tail          block bytes                                               the block that is not whole; rows not computed are zero
     rings.encoder layers x (slots + spare) x row bytes                      codes of window rows, position p in slot p % (slots + spare)
     rings.decoder likewise
@@ -37,8 +37,9 @@ from kvstore.engine_integration.model.speculate import DraftLayer
 from kvstore.engine_integration.model.state import ENTRIES_KEPT, Bytes, RequestState
 from kvstore.errors import LayoutError, MisuseError
 
-VERSION: Final = 1
-RUN_BLOCKS: Final = 64
+VERSION: Final = 2
+RUN_BLOCKS: Final = 8  # 0.9 MB of the original: one part of a handoff
+RUNS_MAX: Final = 2048  # half of the sections that a handoff may have; from 16,384 blocks on runs are longer
 TOKENS_MAX: Final = 1 << 24
 SAMPLER_BYTES_MAX: Final = 4096
 _MAGIC: Final = b"KVH1"
@@ -68,7 +69,8 @@ class Handover:
 def runs(config: ModelConfig, length: int) -> list[tuple[str, int, int]]:
     """Sections of whole blocks of `length` computed tokens: name, first block, one past the last."""
     whole = length // config.block
-    return [(f"blocks.{first}", first, min(first + RUN_BLOCKS, whole)) for first in range(0, whole, RUN_BLOCKS)]
+    step = max(RUN_BLOCKS, -(-whole // RUNS_MAX))
+    return [(f"blocks.{first}", first, min(first + step, whole)) for first in range(0, whole, step)]
 
 
 def sizes(model: Model, length: int, token_count: int, sampler_bytes: int = 0) -> list[tuple[str, int]]:

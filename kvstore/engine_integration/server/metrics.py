@@ -10,7 +10,7 @@ from kvstore.engine_integration.engine import Request
 from kvstore.metrics import FIRST_TOKEN_BOUNDS_SECONDS, WINDOW_USES, Histogram, Values
 
 _TOKENS: Final = ("prompt", "cached", "replayed", "approximate", "generated")
-_RESULT_OF: Final = {"stop": "ok", "length": "ok", "cancelled": "cancelled", "busy": "busy"}
+_RESULT_OF: Final = {"stop": "ok", "length": "ok", "handed_over": "ok", "cancelled": "cancelled", "busy": "busy"}
 
 
 class Answers:
