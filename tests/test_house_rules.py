@@ -25,6 +25,7 @@ RANKS = {
     "plan": 3,
     "demo": 3,
     "report": 3,
+    "doctor": 3,
     "__main__": 4,
 }
 LEAF = "kvstore.kernels"

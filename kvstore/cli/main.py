@@ -51,6 +51,7 @@ COMMANDS: Final = (
     "engine",
     "fsck",
     "explain",
+    "doctor",
 )
 
 HELP_COLUMNS: Final = 100
@@ -66,6 +67,7 @@ start here:
   kvstore replay trace.jsonl         what hit rate would your own traffic have?
   kvstore plan trace.jsonl           how many nodes, for which hit rate and retention?
   kvstore explain NODE_DOWN          what a health or error code means
+  kvstore doctor                     what this host offers: RDMA, GPU, memory limits, disk, clock
 
 exit codes: 0 done, 1 the answer is bad, 2 usage or input, 3 not reachable, 4 refused for safety, 70 a bug of ours, 130 Ctrl-C
 settings: flag, then KVSTORE_* variable, then $XDG_CONFIG_HOME/kvstore/config.toml, then default
