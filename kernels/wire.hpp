@@ -2,7 +2,7 @@
 //
 // Every message is a 32-byte FrameHeader and a body; all integers little-endian; structs are packed by construction.
 // A connection has one role, fixed by its HELLO: SMALL (hello, discover, promise, withdraw, why; many requests in flight,
-// replies in any order, matched by request id) or BULK (read, write; served strictly in order of arrival). A window directory has one
+// replies in any order, matched by request id) or BULK (read, write, and reads by RDMA; served strictly in order of arrival). A window directory has one
 // role, DIRECTORY, served as SMALL is; its bodies stand in directory_wire.hpp.
 //
 // Invariants: a length is checked against its limit before anything is allocated; the body check of small messages covers the body;
@@ -19,7 +19,7 @@ inline constexpr uint32_t READ_BODY_MAX = 1u << 20;       // a READ request's bo
 inline constexpr uint32_t KEYS_MAX = 8192;                // keys of one discover, items of one promise / withdraw
 inline constexpr uint32_t READ_EXTENTS_MAX = 4096, READ_ITEMS_MAX = 65536;
 
-enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, ADMIT = 6, READ = 16, WRITE = 17,
+enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, ADMIT = 6, READ = 16, WRITE = 17, VERBS_OPEN = 18, VERBS_READ = 19,
                            REGISTER = 32, LOCATE = 33, TOUCH = 34, FORGET = 35, REPORT = 36, STATUS = 37 };   // of a window directory
 enum class Kind : uint8_t { REQUEST = 0, REPLY = 1, ITEM = 2 };   // ITEM: one of several answers to a READ
 enum class Role : uint8_t { SMALL = 0, BULK = 1, DIRECTORY = 2 };
@@ -31,7 +31,7 @@ struct FrameHeader {
   uint64_t request_id;
   uint32_t status;             // Status; zero in requests
   uint32_t body_bytes;
-  uint32_t body_check;         // low 32 bits of xxh3-64(body) on SMALL connections and for READ requests; else zero
+  uint32_t body_check;         // low 32 bits of xxh3-64(body) on SMALL connections and for READ and VERBS requests; else zero
   uint32_t aux;                // ITEM: ordinal of the item in its READ; else zero
 };
 static_assert(sizeof(FrameHeader) == 32);
@@ -113,6 +113,31 @@ struct ReadItem { uint16_t extent; uint8_t plane, zero; };
 static_assert(sizeof(ReadRequest) == 32);
 static_assert(sizeof(ReadExtent) == 48);
 static_assert(sizeof(ReadItem) == 4);
+
+// VERBS_OPEN (BULK), both ways: one end of a reliable connection, and the client's landing zone (zero in replies).
+inline constexpr uint32_t VERBS_CREDITS_MAX = 65536;
+inline constexpr uint64_t VERBS_ZONE_BYTES_MAX = 1u << 30;
+struct VerbsOpen {
+  uint8_t gid[16];
+  uint32_t qpn, psn;           // 24 bits each
+  uint8_t mtu, zero;           // mtu: enum ibv_mtu, 1 to 5
+  uint16_t lid;                // InfiniBand only
+  uint32_t credits;            // receive requests posted
+  uint64_t zone_addr, zone_bytes;
+  uint32_t rkey, zero2;
+};
+static_assert(sizeof(VerbsOpen) == 56);
+
+// VERBS_READ request body: VerbsRead | extents x ReadExtent | items x VerbsItem. Each item is answered by RDMA: its body as in an ITEM frame
+// to its offset in the zone, then verbs_immediate(). Status other than OK: a write of no bytes.
+struct VerbsRead { ReadRequest read; uint32_t credits, round; };   // credits: posted since last told; round: 0 to 255
+struct VerbsItem { uint16_t extent; uint8_t plane, zero; uint32_t bytes, offset; };   // bytes: of the body, as expected
+static_assert(sizeof(VerbsRead) == 40);
+static_assert(sizeof(VerbsItem) == 12);
+static_assert(sizeof(VerbsRead) + READ_EXTENTS_MAX * sizeof(ReadExtent) + READ_ITEMS_MAX * sizeof(VerbsItem) <= READ_BODY_MAX);
+inline constexpr uint32_t verbs_immediate(uint32_t status, uint32_t round, uint32_t ordinal) {   // in host order: htonl() it
+  return status << 24 | (round & 0xff) << 16 | (ordinal & 0xffff);
+}
 
 // WRITE (BULK): body = the record (record.hpp) without disk padding. One bare REPLY with a status, after data and index are written.
 

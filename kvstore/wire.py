@@ -11,6 +11,8 @@ Nothing here moves bulk bytes in production; the native client and server do. Ev
     WHY      WhyRequest | 32-byte keys                    -> WhyReply | WhyGhost...
     READ     ReadRequest | ReadExtent... | ReadItem...    -> one ITEM frame per item: sums u64[] | digests 16 B[] | pieces
     WRITE    a record (kvstore/record.py)                 -> a bare reply
+    VERBS_OPEN VerbsOpen                                  -> VerbsOpen, or bare: no RDMA here
+    VERBS_READ VerbsRead | ReadExtent... | VerbsItem...   -> by RDMA WRITE, one immediate per item
 
 Never changes: the first 8 bytes of a frame, the fixed part of HELLO, the numbers of Status, Verb, Kind and Role.
 """
@@ -37,6 +39,8 @@ KEYS_MAX: Final = 8192
 WHY_KEYS_MAX: Final = 512
 READ_EXTENTS_MAX: Final = 4096
 READ_ITEMS_MAX: Final = 65536
+VERBS_CREDITS_MAX: Final = 65536
+VERBS_ZONE_BYTES_MAX: Final = 1 << 30
 RECORD_BYTES_MAX: Final = 80 << 20
 KEY_BYTES: Final = 32
 OWNER_BYTES: Final = 16
@@ -78,6 +82,8 @@ class Verb(IntEnum):
     ADMIT = 6
     READ = 16
     WRITE = 17
+    VERBS_OPEN = 18
+    VERBS_READ = 19
     REGISTER = 32  # of a window directory (kvstore/wire_directory.py)
     LOCATE = 33
     TOUCH = 34
@@ -132,15 +138,19 @@ _WHY_GHOST = struct.Struct("<IIHBBI64s")
 _READ_REQUEST = struct.Struct("<16sQII")
 _READ_EXTENT = struct.Struct("<32sQBBHHH")
 _READ_ITEM = struct.Struct("<HBB")
+_VERBS_OPEN = struct.Struct("<16sIIBBHIQQII")
+_VERBS_READ = struct.Struct("<16sQIIII")
+_VERBS_ITEM = struct.Struct("<HBBII")
 HEADER_BYTES: Final = _HEADER.size
 assert (_HEADER.size, _HELLO.size, _DISCOVER_REQUEST.size, _DISCOVER_REPLY.size, _WRITING.size) == (32, 48, 32, 8, 64)
 assert (_PROMISE_REQUEST.size, _WRITING_NAME.size, _PROMISE_ANSWER.size, _WITHDRAW_REQUEST.size) == (40, 40, 16, 24)
 assert (_WHY_REQUEST.size, _WHY_REPLY.size, _WHY_GHOST.size) == (24, 8, 80)
 assert (_READ_REQUEST.size, _READ_EXTENT.size, _READ_ITEM.size) == (32, 48, 4)
+assert (_VERBS_OPEN.size, _VERBS_READ.size, _VERBS_ITEM.size) == (56, 40, 12)
 
 
 def body_check(body: bytes) -> int:
-    """Low 32 bits of xxh3-64: what a frame's check field holds on SMALL connections and for READ requests."""
+    """Low 32 bits of xxh3-64: what a frame's check field holds on SMALL connections and in READ and VERBS requests."""
     return xxhash.xxh3_64_intdigest(body) & 0xFFFFFFFF
 
 
@@ -161,7 +171,7 @@ class Frame:
 
 def encode(verb: int, body: bytes = b"", *, request_id: int = 0, kind: int = Kind.REQUEST, status: int = 0, aux: int = 0) -> bytes:
     """A whole frame with the right check for its verb: zero for WRITE and for answers on BULK connections."""
-    bulk = verb == Verb.WRITE or (verb == Verb.READ and kind != Kind.REQUEST)
+    bulk = verb == Verb.WRITE or (verb in (Verb.READ, Verb.VERBS_READ) and kind != Kind.REQUEST)
     check = 0 if bulk else body_check(body)
     return _HEADER.pack(MAGIC, VERSION, verb, kind, 0, request_id, status, len(body), check, aux) + body
 
@@ -382,6 +392,75 @@ def decode_item(body: bytes, block_count: int) -> Item:
     sums = struct.unpack_from(f"<{block_count}Q", body)
     digests = tuple(body[at : at + DIGEST_BYTES] for at in range(8 * block_count, 24 * block_count, DIGEST_BYTES))
     return Item(sums, digests, body[24 * block_count :])
+
+
+@dataclass(frozen=True, slots=True)
+class VerbsOpen:
+    """One end of an RDMA connection; `credits` and the zone's fields are zero in replies. `mtu` is an ibv_mtu, 1 to 5."""
+
+    gid: bytes
+    qpn: int
+    psn: int
+    mtu: int
+    credits: int = 0
+    zone_addr: int = 0
+    zone_bytes: int = 0
+    rkey: int = 0
+    lid: int = 0
+
+    def encode(self) -> bytes:
+        fixed = (self.gid, self.qpn, self.psn, self.mtu, 0, self.lid, self.credits, self.zone_addr, self.zone_bytes, self.rkey, 0)
+        return _VERBS_OPEN.pack(*fixed)
+
+    @classmethod
+    def decode(cls, body: bytes) -> VerbsOpen:
+        _need(len(body) == _VERBS_OPEN.size, "VERBS_OPEN")
+        gid, qpn, psn, mtu, _, lid, credits_, zone_addr, zone_bytes, rkey, _ = _VERBS_OPEN.unpack(body)
+        return cls(gid, qpn, psn, mtu, credits_, zone_addr, zone_bytes, rkey, lid)
+
+
+@dataclass(frozen=True, slots=True)
+class VerbsItem:
+    """What is asked for and where it goes: `count` is the body's expected length, `offset` its place in the zone."""
+
+    extent: int
+    plane: int
+    count: int
+    offset: int
+
+
+def encode_verbs_read(
+    extents: Sequence[ReadExtent],
+    items: Sequence[VerbsItem],
+    *,
+    credits_told: int = 0,
+    round_: int = 0,
+    owner: bytes = NO_OWNER,
+    epoch: int = 0,
+) -> bytes:
+    parts = [_VERBS_READ.pack(owner, epoch, len(extents), len(items), credits_told, round_)]
+    parts += [_READ_EXTENT.pack(e.extent_key, e.write_id, e.shard, 0, e.first_block, e.block_count, 0) for e in extents]
+    parts += [_VERBS_ITEM.pack(i.extent, i.plane, 0, i.count, i.offset) for i in items]
+    return b"".join(parts)
+
+
+def decode_verbs_read(body: bytes) -> tuple[list[ReadExtent], list[VerbsItem], int, int]:
+    """Extents, items, credits, round. For peers of tests."""
+    _need(len(body) >= _VERBS_READ.size, "VERBS_READ")
+    _, _, extents, items, credits_told, round_ = _VERBS_READ.unpack_from(body)
+    at = _VERBS_READ.size
+    items_at = at + extents * _READ_EXTENT.size
+    _need(len(body) == items_at + items * _VERBS_ITEM.size, "VERBS_READ")
+    asked = [
+        ReadExtent(key, write_id, shard, first, count)
+        for key, write_id, shard, _, first, count, _ in _READ_EXTENT.iter_unpack(body[at:items_at])
+    ]
+    return asked, [VerbsItem(e, p, n, o) for e, p, _, n, o in _VERBS_ITEM.iter_unpack(body[items_at:])], credits_told, round_
+
+
+def verbs_immediate(status: int, round_: int, ordinal: int) -> int:
+    """In host order; verbs wants it in network order."""
+    return status << 24 | (round_ & 0xFF) << 16 | (ordinal & 0xFFFF)
 
 
 def _encode_names(names: Sequence[Name]) -> bytes:

@@ -78,3 +78,31 @@ def test_an_item_is_sums_then_digests_then_pieces() -> None:
     assert wire.decode_item(body, 2) == wire.Item((1, 2), (b"a" * 16, b"b" * 16), b"pieces")
     with pytest.raises(ProtocolError):
         wire.decode_item(body[:47], 2)
+
+
+def test_the_verbs_of_rdma_are_laid_out_as_the_protocol_says() -> None:
+    one = wire.VerbsOpen(
+        bytes(range(16)), qpn=0x11, psn=0xABCDEF, mtu=5, credits=256, zone_addr=1 << 40, zone_bytes=4 << 20, rkey=0xCAFE, lid=7
+    )
+    body = one.encode()
+    assert wire.VerbsOpen.decode(body) == one
+    assert len(body) == 56
+    assert body[:16] == bytes(range(16))
+    assert body[24:28] == bytes([5, 0, 7, 0])
+    assert struct.unpack_from("<IQQII", body, 28) == (256, 1 << 40, 4 << 20, 0xCAFE, 0)
+    with pytest.raises(ProtocolError):
+        wire.VerbsOpen.decode(body[:-1])
+
+    extents = [wire.ReadExtent(bytes(32), 1, 2, 3, 4)]
+    items = [wire.VerbsItem(0, 1, 4096, 8192), wire.VerbsItem(0, 2, 100, 0)]
+    asked = wire.encode_verbs_read(extents, items, credits_told=9, round_=255)
+    assert len(asked) == 40 + 48 + 2 * 12
+    assert struct.unpack_from("<IIII", asked, 24) == (1, 2, 9, 255)
+    assert struct.unpack_from("<HBBII", asked, 88) == (0, 1, 0, 4096, 8192)
+    assert wire.decode_verbs_read(asked) == (extents, items, 9, 255)
+    with pytest.raises(ProtocolError):
+        wire.decode_verbs_read(asked + b"x")
+    assert wire.verbs_immediate(40, 0x1FE, 65535) == 0x28FEFFFF
+
+    frame = wire.encode(wire.Verb.VERBS_READ, asked)
+    assert wire.decode_header(frame[:32])[0].check == wire.body_check(asked)
