@@ -277,6 +277,31 @@ WINDOW: Final = (
     ),
 )
 
+HANDOFF_OUTCOMES: Final = ("done", "busy", "too_large", "unreachable", "lost", "late", "aborted", "full")  # kvstore/client/agent/handoff.py
+HANDOFF_EVENTS: Final = ("offered", "refused", "committed", "lost", "expired")  # kvstore/client/agent/inbox.py
+
+PEER: Final = (
+    Metric("kvstore_handoffs_sent_total", "counter", "Handoffs to other agents, by outcome.", {"outcome": HANDOFF_OUTCOMES}),
+    Metric("kvstore_handoff_sent_bytes_total", "counter", "Bytes of their sections, of those that came to nothing, too."),
+    Metric(
+        "kvstore_handoffs_received_total",
+        "counter",
+        "Handoffs of other agents: taken or refused when offered, come whole, forgotten (lost: the sender ended; expired: not taken).",
+        {"event": HANDOFF_EVENTS},
+    ),
+    Metric("kvstore_handoff_received_bytes_total", "counter", "Bytes of sections that came from other agents."),
+    Metric("kvstore_handoff_corrupt_parts_total", "counter", "Parts of handoffs whose sum was wrong; they are not taken."),
+    Metric("kvstore_handoff_arrivals", "gauge", "Handoffs on their way here, or whole and not yet let go of."),
+    Metric("kvstore_handoff_memory_bytes", "gauge", "Memory for them.", {"kind": ("used", "allocated", "capacity")}),
+    Metric("kvstore_peer_connections", "gauge", "Open connections with other agents, by who asks on them.", {"asks": ("here", "there")}),
+    Metric(
+        "kvstore_peer_closed_connections_total",
+        "counter",
+        "Connections of other agents that were ended here: without a request for long, too slow, or against the protocol.",
+        {"reason": ("idle", "cut", "refused")},
+    ),
+)
+
 REPLAY_DEPTHS: Final = ("1", "2", "3", "more")  # bounded replays behind an answer, one behind the other
 REPLAY_ERROR_BOUNDS_NATS: Final = (1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
@@ -317,6 +342,18 @@ ENGINE: Final = (
         "counter",
         "Tokens guessed ahead, of requests that ended, by what the model said of them.",
         {"result": ("accepted", "rejected")},
+    ),
+    Metric(
+        "kvstore_engine_handoffs_total",
+        "counter",
+        "Requests offered to other processes, by outcome; but for done and aborted they were answered here.",
+        {"outcome": HANDOFF_OUTCOMES},
+    ),
+    Metric(
+        "kvstore_engine_handoff_bytes_total",
+        "counter",
+        "Bytes of requests that others went on with, by whether they were sent before the first token.",
+        {"sent": ("early", "late")},
     ),
     Metric(
         "kvstore_engine_cache_faults_total",

@@ -732,6 +732,13 @@ def test_a_drain_to_nobody_ends_all_the_same(site: Site, tmp_path: Path) -> None
         assert "1 window entries were not moved to 127.0.0.1:1: unreachable" in agent.log.read_text()
 
 
+def flat_page(address: str) -> dict[str, float]:
+    """Series of an HTTP address as they are written, and their numbers."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {series: float(number) for series, _, number in lines}
+
+
 def test_handoffs_wait_at_the_agent_for_a_worker_and_move_when_it_drains(site: Site, tmp_path: Path) -> None:
     one, two, three = (tmp_path / f"{name}.sock" for name in ("one", "two", "three"))
     sections = {"rows": os.urandom(3_000_001), "ring": os.urandom(70_000), "state": b"", "token": b"7"}
@@ -760,6 +767,12 @@ def test_handoffs_wait_at_the_agent_for_a_worker_and_move_when_it_drains(site: S
             with pytest.raises(MisuseError):
                 decode.give_handoff("nowhere", sections)
             assert prefill.give_handoff(address, sections, note=b"request 2") is HandoffOutcome.DONE
+            gave, took = (flat_page(agent.status()["http"]) for agent in (giving, taking))
+            whole = 2 * sum(map(len, sections.values()))
+            assert (gave['kvstore_handoffs_sent_total{outcome="done"}'], gave["kvstore_handoff_sent_bytes_total"]) == (2, whole)
+            assert took['kvstore_handoffs_received_total{event="committed"}'] == took["kvstore_handoff_arrivals"] + 1 == 2
+            assert took["kvstore_handoff_received_bytes_total"] == whole
+            assert took['kvstore_handoffs_sent_total{outcome="unreachable"}'] == 1 == took['kvstore_handoffs_sent_total{outcome="busy"}']
         (next_address,) = last.status()["addresses"]
         told = json.loads(control(str(two), Kind.DRAIN, json.dumps({"seconds": 20, "to": next_address}).encode(), 30))
         assert (told["finished"], told["handoffs_moved"], told["handoffs_left"]) == (True, 1, 0) and taking.end() == 0

@@ -32,6 +32,7 @@ from kvstore.metrics import (
     LATENCY_BOUNDS_SECONDS,
     NODE,
     OPS,
+    PEER,
     SERVER,
     WINDOW,
     EvictionMetrics,
@@ -46,7 +47,7 @@ from kvstore.server.directory_config import DirectoryConfig
 from kvstore.server.local import LocalCluster
 from kvstore.server.lookup_service import LookupService, LookupServiceConfig
 
-EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *LOOKUP, *CLIENT, *WINDOW, *AUDIT, *ENGINE, *SERVER, *AGENT)
+EVERYTHING = (*COMMON, *NODE, *DIRECTORY, *LOOKUP, *CLIENT, *WINDOW, *PEER, *AUDIT, *ENGINE, *SERVER, *AGENT)
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "METRICS.md"
 
 

@@ -125,6 +125,7 @@ def begin(
     finally:
         for connection in opened:
             peers.drop(connection)
+    peers.gave(outcome.value, 0)
     return outcome
 
 
@@ -249,6 +250,8 @@ class HandoffSender:
             else:
                 self._peers.drop(connection)
         assert self._outcome is not None
+        if connections:  # the first time
+            self._peers.gave(self._outcome.value, self._sent_bytes)
         return self._outcome
 
     def _ask(self, request: bytes, end: float) -> HandoffOutcome:

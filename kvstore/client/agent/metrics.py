@@ -1,4 +1,4 @@
-"""An agent's numbers as Prometheus series: its client's, and the WINDOW table of kvstore/metrics.py, read when scraped."""
+"""An agent's numbers as Prometheus series: its client's, and the tables WINDOW and PEER of kvstore/metrics.py, read when scraped."""
 
 from __future__ import annotations
 
@@ -8,19 +8,30 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvstore.client.agent.agent import Agent
+from kvstore.client.agent.inbox import HandoffInbox
 from kvstore.client.metrics import client_table, read_client
 from kvstore.http import HttpServer, daemon_pages
-from kvstore.metrics import WINDOW, WINDOW_FETCHES, WINDOW_PLACES, TableCollector, Values, registry_of
+from kvstore.metrics import (
+    HANDOFF_EVENTS,
+    HANDOFF_OUTCOMES,
+    PEER,
+    WINDOW,
+    WINDOW_FETCHES,
+    WINDOW_PLACES,
+    TableCollector,
+    Values,
+    registry_of,
+)
 
 
 def agent_collector(agent: Agent) -> TableCollector:
     """For a registry that the host process has already."""
-    return TableCollector([*client_table(agent.client), *WINDOW], lambda values: read_agent(agent, values))
+    return TableCollector([*client_table(agent.client), *WINDOW, *PEER], lambda values: read_agent(agent, values))
 
 
 def agent_registry(agent: Agent) -> CollectorRegistry:
     """A registry of this agent and its client, build_info included."""
-    return registry_of([*client_table(agent.client), *WINDOW], lambda values: read_agent(agent, values))
+    return registry_of([*client_table(agent.client), *WINDOW, *PEER], lambda values: read_agent(agent, values))
 
 
 @contextlib.contextmanager
@@ -37,6 +48,7 @@ def serve_metrics(agent: Agent, port: int, host: str = "127.0.0.1") -> Iterator[
 def read_agent(agent: Agent, values: Values) -> None:
     read_client(agent.client, values)
     read_windows(agent, values)
+    read_peers(agent, values)
 
 
 def read_windows(agent: Agent, values: Values) -> None:
@@ -70,3 +82,27 @@ def read_windows(agent: Agent, values: Values) -> None:
         for reason in ("timeout", "unreachable", "refused", "protocol"):
             values.set("kvstore_window_directory_failures_total", told[f"failed_{reason}"], reason)
         values.set("kvstore_window_directory_failures_total", told["skipped"], "skipped")
+
+
+def read_peers(agent: Agent, values: Values) -> None:
+    given, server = agent.peers.stats(), agent.server
+    for outcome in HANDOFF_OUTCOMES:
+        values.set("kvstore_handoffs_sent_total", given.get(f"handoff_{outcome}", 0), outcome)
+    values.set("kvstore_handoff_sent_bytes_total", given.get("handoff_bytes", 0))
+    values.set("kvstore_peer_connections", given["connections"], "here")
+    if server is None:
+        return
+    served = server.stats()
+    values.set("kvstore_peer_connections", served["connections"], "there")
+    for reason in ("idle", "cut", "refused"):
+        values.set("kvstore_peer_closed_connections_total", served.get(reason, 0), reason)
+    values.set("kvstore_handoff_received_bytes_total", served.get("part_bytes_taken", 0))
+    if isinstance(server.handoffs, HandoffInbox):
+        inbox = server.handoffs.stats()
+        for event in HANDOFF_EVENTS:
+            values.set("kvstore_handoffs_received_total", inbox.get(event, 0), event)
+        values.set("kvstore_handoff_corrupt_parts_total", inbox.get("corrupt_parts", 0))
+        values.set("kvstore_handoff_arrivals", inbox["arrivals"])
+        values.set("kvstore_handoff_memory_bytes", inbox["used_bytes"], "used")
+        values.set("kvstore_handoff_memory_bytes", inbox["allocated_bytes"], "allocated")
+        values.set("kvstore_handoff_memory_bytes", server.handoffs.capacity_bytes, "capacity")

@@ -78,9 +78,15 @@ class Peers:
             return time.monotonic() < self._dead_until.get(address, 0.0)
 
     def stats(self) -> dict[str, int]:
-        """Fetches by outcome (hit, missing, busy, dead, late, skipped, corrupt, refused, full), bytes of hits, connections open now."""
+        """Fetches by outcome (hit, missing, busy, dead, late, skipped, corrupt, refused, full), bytes of hits, connections open now;
+        handoffs by outcome (handoff_done, ...) and their bytes (handoff_bytes)."""
         with self._lock:
             return {**self._counts, "connections": self._open, "bytes_in": self._bytes_in}
+
+    def gave(self, outcome: str, sent_bytes: int) -> None:
+        """Counts a handoff that has ended, or was not taken."""
+        self._count(f"handoff_{outcome}")
+        self._count("handoff_bytes", sent_bytes)
 
     def close(self) -> None:
         """Closes idle connections; those in use end with their call."""

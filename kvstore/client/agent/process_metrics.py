@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstore.client.agent.metrics import read_agent
 from kvstore.client.metrics import read_ram
-from kvstore.metrics import CLIENT, WINDOW, Metric, Values, registry_of
+from kvstore.metrics import CLIENT, PEER, WINDOW, Metric, Values, registry_of
 
 if TYPE_CHECKING:
     from kvstore.client.agent.process import AgentProcess
@@ -33,7 +33,7 @@ AGENT: Final = (
 
 def process_registry(process: AgentProcess) -> CollectorRegistry:
     """Of the whole process, build_info included."""
-    return registry_of([*CLIENT, *WINDOW, *AGENT], lambda values: _read(process, values))
+    return registry_of([*CLIENT, *WINDOW, *PEER, *AGENT], lambda values: _read(process, values))
 
 
 def _read(process: AgentProcess, values: Values) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.engine_integration.engine.engine import Engine
-from kvstore.metrics import Values
+from kvstore.metrics import HANDOFF_OUTCOMES, Values
 
 
 def read_engine(engine: Engine, values: Values) -> None:
@@ -18,6 +18,10 @@ def read_engine(engine: Engine, values: Values) -> None:
     accepted = stats.get("accepted_tokens", 0)
     values.set("kvstore_engine_guessed_tokens_total", accepted, "accepted")
     values.set("kvstore_engine_guessed_tokens_total", stats.get("guessed_tokens", 0) - accepted, "rejected")
+    for outcome in HANDOFF_OUTCOMES:
+        values.set("kvstore_engine_handoffs_total", stats.get(f"handoff_{outcome}", 0), outcome)
+    for when in ("early", "late"):
+        values.set("kvstore_engine_handoff_bytes_total", stats.get(f"handoff_{when}_bytes", 0), when)
     for kind, names in (
         ("lookup", ("lookup_errors",)),
         ("load", ("load_errors", "loads_short")),
