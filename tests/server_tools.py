@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import grpc
+from typing import TYPE_CHECKING, Any
 
 from kvstore import record, wire
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.kernels import _native
-from kvstore.server.proto import node_pb2, node_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvstore.server.proto import node_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 TAG = ClusterMap.local([Node("node-00", "node-00", "127.0.0.1:1")], k=1, m=0).tag  # of cluster "dev"
@@ -244,6 +244,10 @@ class Daemon(Client):
         return int(self.proc("statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def status(self) -> node_pb2.StatusReply:
+        import grpc  # not above: it costs who does without it seconds, where all is emulated
+
+        from kvstore.server.proto import node_pb2, node_pb2_grpc
+
         with grpc.insecure_channel(self.ready["admin"]) as channel:
             reply: node_pb2.StatusReply = node_pb2_grpc.NodeStub(channel).Status(node_pb2.StatusRequest(), timeout=DEADLINE_SECONDS)
             return reply

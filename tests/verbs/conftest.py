@@ -1,0 +1,22 @@
+"""These files need RDMA devices. Where there are none they are left out, and tests/test_verbs_guest.py runs them in a guest that has."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # server_tools and the like
+
+from verbs.guest import has_devices
+
+collect_ignore_glob = [] if has_devices() else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """As tests/conftest.py, which a guest does not load: its imports cost seconds there."""
+    for item in items:
+        if item.get_closest_marker("long") and os.environ.get("SIZE") != "full":
+            item.add_marker(pytest.mark.skip(reason="long: run with SIZE=full"))

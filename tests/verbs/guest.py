@@ -1,0 +1,46 @@
+"""Runs tests under a kernel that has RDMA: ../shared/rdma/rdma-vm starts one in software, on this machine's own file tree.
+
+A test of the host starts a guest and runs the files of this folder in it; on a machine that has RDMA devices they run as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT.parent / "shared" / "rdma" / "rdma-vm"
+DEVICES = Path("/sys/class/infiniband")
+MEMORY_MIB = 4096  # of a guest: 12 daemons with registered memory, and what tests write to its file system in RAM
+
+
+def has_devices() -> bool:
+    return DEVICES.is_dir() and any(DEVICES.iterdir())
+
+
+def run_in_guest(*command: str, seconds: float, hosts: int = 1, env: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Runs `command`, relative to the checkout, in one guest or, with `hosts` 2, in each of two; its exit status and output come back.
+
+    A folder of its own under build/ is shared, so that the checkout is read-only there and tests that write leave nothing behind."""
+    if not TOOL.exists():
+        pytest.skip(f"no kernel with RDMA to be had: {TOOL.parent.parent.name}/rdma/rdma-vm is not beside this checkout")
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="guest-", dir=ROOT / "build") as share:
+        words = [str(TOOL), "--share", share, "--timeout", f"{seconds:g}", "--hosts", str(hosts), "--memory", str(MEMORY_MIB)]
+        for variable in (f"KVSTORE_GUEST_SHARE={share}", "PYTHONDONTWRITEBYTECODE=1", *env):
+            words += ["--env", variable]
+        return subprocess.run([*words, "--", *command], cwd=ROOT, capture_output=True, text=True, timeout=seconds + 60)
+
+
+def pytest_in_guest(*arguments: str, seconds: float, hosts: int = 1, env: tuple[str, ...] = ()) -> str:
+    """Runs pytest there, on files of this folder, and gives its report; fails with it where it was not green."""
+    command = (sys.executable, "-m", "pytest", "-c", "tests/verbs/pytest.ini", *arguments)
+    size = tuple(f"SIZE={value}" for value in (os.environ.get("SIZE"),) if value)
+    ended = run_in_guest(*command, seconds=seconds, hosts=hosts, env=("PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", *size, *env))
+    assert ended.returncode == 0, f"exit {ended.returncode} in the guest\n{ended.stdout[-8000:]}\n{ended.stderr[-4000:]}"
+    return ended.stdout
