@@ -17,6 +17,7 @@ from kvstore.engine_integration.engine import Engine, EngineConfig, RequestOptio
 from kvstore.engine_integration.model import TINY, hit_tokens_max
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.speculate import generate
+from kvstore.keys import KeyChain
 from kvstore.server.local import LocalCluster
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -91,7 +92,7 @@ def test_a_missing_window_is_made_up_for_as_asked(cluster: LocalCluster, mode: s
     with engine_of(cluster) as engine:
         response = ask(engine, prompt, resume=mode, store=False)
         assert response.window == ("exact" if mode == "exact" else "bounded")
-        assert response.replayed_tokens == (64 if mode == "exact" else 16)
+        assert response.replayed_tokens == (72 if mode == "exact" else 16)
         assert response.cached_tokens == 176 - response.replayed_tokens
         if mode == "exact":
             assert response.tokens == alone(prompt, 20) and response.depth == response.approximate_tokens == 0
@@ -112,6 +113,26 @@ def test_an_older_window_is_taken_when_it_is_near_and_a_bounded_replay_when_not(
             response = ask(engine, prompt, resume="auto", store=False)
             assert (response.window, response.replayed_tokens) == (window, replayed)
             assert (response.tokens == alone(prompt, 20)) or window == "bounded"
+
+
+def test_a_prompt_whose_window_is_gone_has_it_again_after_one_exact_replay(cluster: LocalCluster) -> None:
+    """Also where the replay does not begin at the prompt's start: 72 tokens before the end of the hit."""
+    prompt = text(200, seed=25)
+    keys = KeyChain(model().namespace, block_tokens=B).extend(prompt)
+    with engine_of(cluster) as engine:
+        cold = ask(engine, prompt, 12, resume="exact")
+        host = engine.cache.host
+        assert isinstance(host, Agent)
+        entry = host.window(keys, 176)
+        host.windows.clear()
+        seen = [ask(engine, prompt, 12, resume="exact") for _ in range(2)]
+        again = host.window(keys, 176)
+    assert [(response.window, response.cached_tokens, response.replayed_tokens) for response in seen] == [
+        ("exact", 104, 72),
+        ("hit", 176, 0),
+    ]
+    assert cold.tokens == seen[0].tokens == seen[1].tokens == alone(prompt, 12)
+    assert entry is not None and again is not None and bytes(entry.entry) == bytes(again.entry), "the very bytes of the cold run's"
 
 
 def test_approximations_are_read_by_those_who_accept_them_and_grow_no_deeper_than_they_may(cluster: LocalCluster) -> None:

@@ -111,10 +111,10 @@ def test_mini_resumes_to_the_cold_runs_bits(length: int) -> None:
         assert_equal_to_cold(model(MINI), text(512)[:length], plan, blocks, entries)
 
 
-def test_mini_replays_exactly_six_windows_back() -> None:
+def test_mini_replays_exactly_six_windows_and_a_tile_back() -> None:
     blocks, entries = stored(model(MINI), 1152)
     plan = plan_resume(MINI, 1152, len(blocks))
-    assert (plan.window, plan.start_tokens, plan.blocks_end_tokens) == (WindowUse.EXACT, 896 - 768, 896)
+    assert (plan.window, plan.start_tokens, plan.blocks_end_tokens) == (WindowUse.EXACT, 896 - 776, 896)
     assert_equal_to_cold(model(MINI), text(1152), plan, blocks, entries)
 
 
@@ -127,14 +127,16 @@ def test_bounded_replay_within_the_first_window_is_exact() -> None:
 
 
 def test_exact_replay_is_right_at_its_length_and_not_one_block_earlier() -> None:
-    """In f32: the error of one block less is 1e-6, which v41 rounds away on this text."""
+    """In f32: the error of one block less is 1e-6, which v41 rounds away on this text. Only a whole entry takes a tile of 8 more."""
     of = model(codec="f32")
     blocks, _ = stored(of, 336)
     want, _ = cold(of, text(336))
     right = plan_resume(TINY, 336, len(blocks))
-    assert right.replayed_tokens == TINY.replay_blocks_tokens == 64
+    assert right.replayed_tokens == TINY.replay_entry_tokens == TINY.replay_blocks_tokens + 8 == 72
     assert torch.equal(resumed(of, text(336), right, blocks, {})[0], want)
-    short = replace(right, start_tokens=right.start_tokens + 16)
+    enough = replace(right, start_tokens=right.start_tokens + 8)
+    assert torch.equal(resumed(of, text(336), enough, blocks, {})[0], want)
+    short = replace(right, start_tokens=right.start_tokens + 24)
     assert not torch.equal(resumed(of, text(336), short, blocks, {})[0], want)
 
 
@@ -146,6 +148,9 @@ def test_replay_lengths_are_those_of_the_document() -> None:
         768,
     )
     assert (TINY.replay_window_tokens, TINY.replay_slots_tokens, TINY.replay_blocks_tokens) == (61, 67, 64)
+    assert (MINI.replay_entry_tokens, TINY.replay_entry_tokens) == (776, 72)
+    original = replace(MINI, encoder_layers=20, sources=((2, 2), (8, 2), (14, 2), (20, 1)))
+    assert (original.replay_slots_tokens, original.replay_entry_tokens) == (2547, 2560), "there whole blocks reach far enough"
 
 
 def test_a_bounded_replay_moves_the_logits_a_little_and_says_so() -> None:
@@ -303,8 +308,11 @@ def test_an_entry_is_given_only_where_all_its_rows_are_right() -> None:
         plan = plan_resume(TINY, 336, len(blocks), {at for at in entries if at <= newest})
         state = assert_equal_to_cold(model(), text(336), plan, blocks, entries)
         assert state.entries and all(entry == entries[at] for at, entry in state.entries.items())
-        if plan.window is WindowUse.EXACT:  # its oldest spare rows are wrong at the hit itself: 67 tokens, and 64 were replayed
-            assert plan.blocks_end_tokens not in state.entries
+        assert (plan.window is WindowUse.EXACT) <= (plan.blocks_end_tokens in state.entries)
+    # Of an entry 67 tokens have to be replayed: after 64 its oldest spare rows would be wrong.
+    state = model().begin(336, replace(plan, start_tokens=304 - 64, exact_from_tokens=304 - 64 + 45), blocks)
+    model().feed(state, text(336)[304 - 64 :])
+    assert 304 not in state.entries and 320 in state.entries
 
 
 def test_blocks_of_another_model_codec_or_salt_have_other_keys() -> None:

@@ -67,8 +67,13 @@ class ModelConfig:
 
     @property
     def replay_blocks_tokens(self) -> int:
-        """What exact replay runs: replay_window_tokens in whole blocks."""
+        """replay_window_tokens in whole blocks."""
         return self.encoder_layers * self.window
+
+    @property
+    def replay_entry_tokens(self) -> int:
+        """What exact replay runs: whole blocks, and as many tiles of 8 rows more as make the window entry at its end right, too."""
+        return max(self.replay_blocks_tokens, -(-self.replay_slots_tokens // 8) * 8)
 
     def source_of(self, layer: int) -> int | None:
         """Index into `sources` that `layer` reads; None: window only."""

@@ -68,12 +68,12 @@ def plan_resume(
         return Resume(WindowUse.NONE, 0, 0, False, 0, False)
     if end in entries:
         return Resume(WindowUse.HIT, end, end, True, max(0, end - config.slots), False)
-    far_enough = max(0, end - config.replay_blocks_tokens)
     if mode == "bounded":
         start = max(0, end - bounded_windows * config.window)
-        if start > far_enough:
+        if start > max(0, end - config.replay_blocks_tokens):
             return Resume(WindowUse.BOUNDED, end, start, False, start, True)
         return _replay(config, WindowUse.BOUNDED, end, start)
+    far_enough = max(0, end - config.replay_entry_tokens)
     older = max((h for h in entries if 0 < h < end and h % config.block == 0), default=0)
     if older and older >= far_enough:
         return Resume(WindowUse.OLDER, end, older, True, max(0, older - config.slots), False)
