@@ -18,7 +18,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import REGISTRY, RESULTS, SCALES, Bench, Figure, Measure, commit, machine, merge_results, rows_of, with_worst
+from benchmarks.harness import (
+    REGISTRY,
+    RESULTS,
+    SCALES,
+    Bench,
+    Figure,
+    Measure,
+    NotMeasurable,
+    commit,
+    machine,
+    merge_results,
+    rows_of,
+    with_worst,
+)
 
 
 def load_registry() -> None:
@@ -77,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or (None if options.smoke else RESULTS)
     everything: dict[str, Figure] = {}
     failed: list[str] = []
+    unmeasured: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.directory) as scratch:
         bench = Bench(scale, Path(scratch))
         try:
@@ -84,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"measuring {', '.join(ids)}", highlight=False)
                 try:
                     figures = with_worst(measure(bench))
+                except NotMeasurable as missing:
+                    unmeasured += [f"{name} ({missing})" for name in ids]
+                    continue
                 except Exception:
                     # One measurement that fails must not hide the others; its trace and the exit code tell of it.
                     traceback.print_exc()
@@ -99,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(list(rows_of(everything))))
     missed = [name for name, figure in everything.items() if not figure.ok]
     console.print(f"{len(everything) - len(missed)} of {len(everything)} figures meet their bar", highlight=False)
+    if unmeasured:
+        console.print(f"not measured on this machine: {', '.join(unmeasured)}", highlight=False)
     if missed:
         console.print(f"not met: {', '.join(missed)}", highlight=False)
     if failed:

@@ -25,6 +25,10 @@ RESULTS = ROOT / "bench-results.json"
 T = TypeVar("T")
 
 
+class NotMeasurable(Exception):
+    """Raised by a measurement for which this machine lacks something; the text says what. No figure is better than a wrong one."""
+
+
 @dataclass(frozen=True)
 class Bar:
     """What a value is held against."""

@@ -20,7 +20,7 @@
     └── Cancelled               E7xx      exit 130  the caller cancelled
 
 On a terminal each is one line, `error[CODE] what: cause. Fix: action`. Codes are stable: a number is never used for a second meaning.
-Within E5xx: 500 layouts and extents, 520 codecs, 531 keys, 550 and up clients.
+Within E5xx: 500 layouts and extents, 507 to 510 kernels, 520 codecs, 531 keys, 550 and up clients.
 """
 
 

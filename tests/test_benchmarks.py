@@ -15,6 +15,7 @@ from benchmarks.harness import (
     Bench,
     Figure,
     Measure,
+    NotMeasurable,
     at_least,
     at_most,
     equal_to,
@@ -33,6 +34,7 @@ IDS_OF_THE_TABLE = {
     *("resume_bit_equal", "bounded_short_equal", "hit_rule", "rollback_equal", "ttft_cold_over_warm", "prefill_tps_ratio"),
     *("failed_load_text_equal", "model_cases"),
     *("plan_lru_equal", "shards_error_points", "plan_vs_replay_points", "plan_all_policies_seconds", "handoff_vs_loopback"),
+    *("gpu_scatter_vs_copy", "gpu_decode_vs_copy"),
     *("heldout_bpb", "window_hit_rate_trace", "directory_ops_per_core", "directory_ram_gb"),
 }
 MEASUREMENTS: dict[Measure, list[str]] = {}
@@ -50,6 +52,8 @@ def test_measurement_runs_at_smoke_size_and_gives_its_ids(measure: Measure, tmp_
     bench = Bench(SCALES["smoke"], tmp_path)
     try:
         figures = with_worst(measure(bench))
+    except NotMeasurable as missing:
+        pytest.skip(str(missing))
     finally:
         bench.close()
     assert set(MEASUREMENTS[measure]) <= figures.keys()
