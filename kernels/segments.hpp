@@ -75,6 +75,7 @@ class Segment {
   std::vector<uint32_t> offsets_4k;      // of committed records, for the footer
   bool closing = false;                  // takes no more records
   bool end_known = false;                // append_at and offsets_4k are right: it may get its footer
+  uint64_t allocated_to = 0;             // blocks were asked for up to here, records or not
   std::atomic<bool> sealed{false};       // has its footer
   uint64_t footer_on_disk = 0;           // of a sealed one, once looked at; guarded by the store's free mutex
   std::atomic<bool> dirty{false};        // written since the last fdatasync
@@ -102,6 +103,8 @@ class SegmentFiles {
   std::vector<std::shared_ptr<Segment>> to_seal();         // closed, no writers, no footer yet
   std::vector<std::shared_ptr<Segment>> dirty();
   void close_active();                                     // the next record opens a new file
+  uint64_t ahead_bytes();                                  // asked for, for records to come
+  void give_back_ahead();                                  // of a file that took no record since the last call
   Status seal(const std::shared_ptr<Segment>& segment);    // data synced, footer written and synced
   void remove(const std::shared_ptr<Segment>& segment);    // unlinks the file
   uint64_t count();
@@ -131,6 +134,7 @@ class SegmentFiles {
   std::atomic<uint32_t> files_open_{0};
   std::mutex append_mutex_;
   std::shared_ptr<Segment> active_;
+  uint64_t append_seen_ = 0;                              // of the active one, at the last give_back_ahead()
   std::vector<std::shared_ptr<Segment>> unsealed_;        // of this run, and those whose footer could not be written yet
   uint32_t next_id_ = 1;
   std::mutex table_mutex_;

@@ -17,7 +17,7 @@ namespace kv {
 
 class Arena {
  public:
-  static constexpr uint64_t GRAIN_BYTES = 64 << 10, HUGE_BYTES = 2 << 20, KEPT_BYTES = 4 << 20;
+  static constexpr uint64_t GRAIN_BYTES = 64 << 10, HUGE_BYTES = 2 << 20, KEPT_BYTES = 8 << 20;
 
   class Buffer {
    public:

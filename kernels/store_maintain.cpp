@@ -38,7 +38,7 @@ void StoreImpl::look_at_disk() {
 void StoreImpl::look_for_zombies() {
   const auto owned = [&] {
     std::lock_guard commit(commit_mutex_);
-    return used_bytes_ + freeing_bytes_ + writing_bytes_;
+    return used_bytes_ + freeing_bytes_ + writing_bytes_ + int64_t(segments_.ahead_bytes());
   };
   const int64_t before = owned();
   int64_t allocated = 0;
@@ -107,6 +107,7 @@ void StoreImpl::run_maintenance() {
 void StoreImpl::run_sync() {
   while (pause(1000)) {
     sync_data();
+    segments_.give_back_ahead();
     with_index([&](Index& index) { index.sync(); });
     for (const auto& segment : segments_.to_seal()) {
       {

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import struct
+import threading
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +60,14 @@ def ids_of(*records: Record) -> np.ndarray:
 
 def read(store: Store, r: Record) -> tuple[int, bytes]:
     return store.read(r.owner, r.extent_key, r.write_id, r.shard)
+
+
+def until_ahead_is_back(segment: Path) -> None:
+    """Waits until no blocks are allocated beyond the records of the segment file that is being filled."""
+    end, pause = time.monotonic() + 10, threading.Event()
+    while segment.stat().st_blocks * 512 > segment.stat().st_size + 4096:
+        assert time.monotonic() < end, "blocks asked for ahead were not given back"
+        pause.wait(0.05)
 
 
 def reasons(store: Store, owner: bytes, keys: np.ndarray) -> list[int]:

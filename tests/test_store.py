@@ -26,6 +26,7 @@ from store_tools import (
     promise,
     read,
     record_of,
+    until_ahead_is_back,
     withdraw,
 )
 
@@ -212,6 +213,19 @@ def test_segments_roll_over_are_sealed_and_emptied_ones_are_removed(tmp_path: Pa
     assert list((tmp_path / "segments").iterdir()) == []
     assert store.check_integrity() == []
     store.close()
+
+
+def test_blocks_asked_for_ahead_of_records_go_back_when_none_comes(store: Store, tmp_path: Path) -> None:
+    first = [record_of(n) for n in range(20)]
+    assert [store.put(build(r)) for r in first] == [OK] * 20
+    (segment,) = (tmp_path / "data" / "segments").glob("*.seg")
+    written = segment.stat().st_size
+    assert segment.stat().st_blocks * 512 >= written + (1 << 20)  # asked for in advance
+    until_ahead_is_back(segment)
+    assert segment.stat().st_size == written
+    later = [record_of(n) for n in range(20, 40)]
+    assert [store.put(build(r)) for r in later] == [OK] * 20
+    assert all(read(store, r) == (OK, build(r)) for r in first + later)
 
 
 def test_a_record_larger_than_a_segment_gets_one_of_its_own(tmp_path: Path) -> None:
