@@ -29,6 +29,7 @@ from kvstore.client.agent.handoff import HandoffOutcome
 from kvstore.client.agent.link import HEADER, MAGIC, VERSION, Kind
 from kvstore.client.agent.process import AgentProcess
 from kvstore.client.agent.process_config import ProcessConfig
+from kvstore.client.agent.teller import presence_key
 from kvstore.client.agent.worker import WorkerAgent
 from kvstore.errors import ConfigError, LayoutError, MisuseError, ProtocolError, Unreachable
 from kvstore.kernels import _native
@@ -729,7 +730,33 @@ def test_a_drain_to_nobody_ends_all_the_same(site: Site, tmp_path: Path) -> None
             assert worker.keep_window(chain(2, V41), 256, b"entry")
         agent.kill(signal.SIGTERM)
         assert agent.end() == 0
-        assert "1 window entries were not moved to 127.0.0.1:1: unreachable" in agent.log.read_text()
+        assert "1 window entries and 0 handoffs are lost, not moved to 127.0.0.1:1: unreachable" in agent.log.read_text()
+
+
+def test_a_drain_finds_a_living_agent_by_itself_or_says_what_is_lost(site: Site, tmp_path: Path, directory: str) -> None:
+    """Of three one is killed: the directory may still name it. The last one has nobody to give to."""
+    keys = chain(2, V41)
+    paths = [tmp_path / f"{name}.sock" for name in ("one", "dead", "last")]
+    with (
+        agent_of(site.cluster.map_path, paths[0], *LIMITS, "--directory", directory) as ending,
+        agent_of(site.cluster.map_path, paths[1], *LIMITS, "--directory", directory) as dead,
+        agent_of(site.cluster.map_path, paths[2], *LIMITS, "--directory", directory) as last,
+        DirectoryClient((directory,), cluster=site.cluster.map.tag, deadline_seconds=5) as asks,
+    ):
+        presence = np.frombuffer(presence_key(V41.digest()), np.uint8)[None]
+        with WorkerAgent(paths[0], layout=V41) as worker, WorkerAgent(paths[1], layout=V41), WorkerAgent(paths[2], layout=V41) as other:
+            addresses = [agent.status()["addresses"][0] for agent in (ending, dead, last)]
+            until(lambda: {holder.address for holder in asks.locate(presence)[0]} == set(addresses), "each to be known")
+            assert worker.keep_window(keys, 256, b"entry")
+            dead.kill(signal.SIGKILL)
+            until(lambda: asks.locate(presence)[0][-1].address == addresses[1], "the directory to hear it no more")
+            told = json.loads(control(str(paths[0]), Kind.DRAIN, b'{"seconds": 20}', 30))
+            assert (told["windows_moved"], told["windows_left"], told["finished"]) == (1, 0, True) and ending.end() == 0
+            assert addresses[2] in told["windows_to"].split(", ")
+            until(lambda: (found := other.window(keys, 256)) is not None and found.entry == b"entry", "the entry there")
+        cli = Cli(tmp_path)
+        drained = cli.run("agent", "drain", "--socket", str(paths[2]))
+        assert drained.code == 0 and "lost: 1 window entries and 0 handoffs" in drained.stdout and last.end() == 0
 
 
 def flat_page(address: str) -> dict[str, float]:

@@ -55,7 +55,8 @@ A worker attaches with kvstore.client.agent.worker.WorkerAgent(SOCKET, layout=..
     add(
         "--to",
         metavar="HOST:PORT",
-        help="the agent that takes the window entries when this one ends (its address: kvstore agent status there)",
+        help="the agent that takes the window entries when this one ends (its address: kvstore agent status there; default: one that the "
+        "directory names)",
     )
     add("--within", metavar="TIME", help="how long a drain, or a SIGTERM, may take (default 60s)")
 
@@ -156,10 +157,12 @@ def _drain(args: argparse.Namespace, path: Path) -> int:
     found = _ask(path, "DRAIN", json.dumps({"seconds": seconds, "to": args.to or ""}).encode(), seconds + ANSWER_SECONDS)
     cut = f", {found['loads_cut']} loads and {found['stores_cut']} stores cut off"
     moved = (
-        f", {found['windows_moved']} window entries moved, {found['windows_left']} not; {found['handoffs_moved']} handoffs"
-        if args.to
+        f", {found['windows_moved']} window entries and {found['handoffs_moved']} handoffs moved to {found['windows_to']}"
+        if found["windows_moved"] or found["handoffs_moved"]
         else ""
     )
     out.line(f"drained in {format_seconds(found['seconds'])}{moved}" + ("" if found["finished"] else cut))
+    if found["windows_left"] or found["handoffs_left"]:
+        out.line(f"lost: {found['windows_left']} window entries and {found['handoffs_left']} handoffs ({found['windows_why']})")
     out.result(found)
     return 0 if found["finished"] else 1

@@ -29,7 +29,7 @@ from kvstore.client.agent.peer_server import HandoffSink, PeerServer
 from kvstore.client.agent.peers import Peers
 from kvstore.client.agent.request import RequestWindows
 from kvstore.client.agent.sealed import seal, unseal, window_key
-from kvstore.client.agent.teller import Teller, Word
+from kvstore.client.agent.teller import Teller, Word, presence_key, rows_of
 from kvstore.client.agent.windows import WindowStore
 from kvstore.client.client import Client
 from kvstore.client.load import Hedge, Load
@@ -73,6 +73,7 @@ class Agent:
         self.directory: DirectoryClient | None = None
         self.server: PeerServer | None = None
         self._teller: Teller | None = None
+        self._presence = presence_key(client.layout.digest())
         cluster, owner, asks = client.map.tag, client.owner, config.directories or client.map.directories
         with ExitStack() as stack:  # closes what was made where the rest cannot be
             stack.callback(self.windows.clear)
@@ -90,7 +91,7 @@ class Agent:
             if reachable(self.address, asks):
                 self.finder.address = self.address
             if self.directory is not None and self.finder.address != HERE:
-                self._teller = Teller(self.directory, self.address)
+                self._teller = Teller(self.directory, self.address, self._presence if clock is None else b"")
                 stack.callback(self._teller.close, config.close_seconds)
             self._made = stack.pop_all()
         self._lock = threading.Lock()
@@ -293,6 +294,18 @@ class Agent:
         return self.client.store(keys, blocks, first_block=first_block, retention_class=retention_class, fidelity=fidelity)
 
     # --- life ---
+
+    def others(self) -> list[str]:
+        """Addresses of up to four agents of this kind that the directory knows, those that it hears first. One trip."""
+        found = self.directory.locate(rows_of([self._presence]))[0] if self.directory is not None else []
+        return [holder.address for holder in found if holder.address != self.address and not self.peers.paused(holder.address)]
+
+    def leave(self) -> None:
+        """It takes no handoffs any more, and is not named to agents that end."""
+        if self.server is not None:
+            self.server.draining = True
+        if self._teller is not None:
+            self._teller.leave()
 
     def flush(self, deadline_seconds: float | None = None) -> bool:
         """Waits until every store is done and the directory knows of every entry; False when the time passed first."""

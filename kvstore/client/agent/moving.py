@@ -3,13 +3,15 @@
     note       "kvstore.windows/1": the offer is for the other agent, not for an engine
     section    name: the window key in hex; bytes: the entry as agents keep it (sealed.py), so that who takes it checks it against its key
 
-A handoff holds what fits in BATCH_BYTES. What does not go over in time is a window miss.
+A handoff holds what fits in BATCH_BYTES. Of several agents the next is asked where one does not take them, each within its share of the
+time. What does not go over is a window miss.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +23,7 @@ NOTE: Final = b"kvstore.windows/1"
 BATCH_BYTES: Final = 32 << 20  # some twenty entries of the largest model known
 BATCH_SECONDS: Final = 10.0
 AGAIN_SECONDS: Final = 0.05
+NOBODY: Final = "no other agent is known"
 assert BATCH_BYTES < HANDOFF_BYTES_MAX
 
 
@@ -34,10 +37,22 @@ class Moved:
     why: str = ""  # they were not
 
 
-def move_windows(agent: Agent, address: str, end: float) -> Moved:
-    """Gives the agent at `address` what `agent` holds, until `end` (monotonic). Raises MisuseError for what is no address."""
+def move_windows(agent: Agent, addresses: Sequence[str], end: float) -> Moved:
+    """Gives the agents at `addresses`, the first that takes them, what `agent` holds, until `end` (monotonic). Raises MisuseError for what
+    is no address."""
     waiting = agent.windows.keys()  # the last used last
-    moved = Moved()
+    moved = Moved(why="" if addresses else NOBODY)
+    for number, address in enumerate(addresses):
+        now = time.monotonic()
+        moved.why = _to_one(agent, address, waiting, now + (end - now) / (len(addresses) - number), moved)
+        if not moved.why:
+            break
+    moved.left = len(waiting)
+    return moved
+
+
+def _to_one(agent: Agent, address: str, waiting: list[bytes], end: float, moved: Moved) -> str:
+    """Takes what was given off the end of `waiting`. "": all of it; else why not."""
     while waiting:
         batch, size = _batch(agent, waiting)
         if not batch:
@@ -49,14 +64,12 @@ def move_windows(agent: Agent, address: str, end: float) -> Moved:
         if outcome is HandoffOutcome.DONE:
             moved.entries += len(batch)
             moved.bytes += size
-        elif outcome is HandoffOutcome.BUSY and end - time.monotonic() > AGAIN_SECONDS:
-            waiting += [bytes.fromhex(name) for name in reversed(batch)]  # it takes in what it got; then again
-            threading.Event().wait(AGAIN_SECONDS)
-        else:
-            moved.why = outcome.value
-            moved.left = len(batch) + len(waiting)
-            break
-    return moved
+            continue
+        waiting += [bytes.fromhex(name) for name in reversed(batch)]
+        if outcome is not HandoffOutcome.BUSY or end - time.monotonic() <= AGAIN_SECONDS:
+            return str(outcome.value)
+        threading.Event().wait(AGAIN_SECONDS)  # it takes in what it got; then again
+    return ""
 
 
 def _batch(agent: Agent, waiting: list[bytes]) -> tuple[dict[str, memoryview], int]:

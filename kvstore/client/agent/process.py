@@ -51,6 +51,7 @@ from kvstore.version import version
 
 CONTROLS_MAX: Final = 4  # connections beside the workers': status, drain
 POLL_SECONDS: Final = 0.2
+NAMED_TRIES: Final = 4
 CONTROL_SECONDS: Final = 2.0  # what a `kvstore agent drain` may take to read its answer
 
 
@@ -64,7 +65,8 @@ class Drained:
     stores_cut: int = 0
     windows_moved: int = 0
     windows_left: int = 0
-    windows_why: str = ""  # some are left; "": none, or nobody was named to take them
+    windows_why: str = ""  # some are left
+    windows_to: str = ""  # the agents that were asked to take them, the first first
     handoffs_moved: int = 0  # that nobody here had taken
     handoffs_left: int = 0
 
@@ -368,7 +370,8 @@ class AgentProcess:
         return 0 if drained.finished else 1
 
     def drain(self, seconds: float, to: str = "") -> Drained:
-        """No new work; what runs, and giving the windows to the agent at `to`, may take `seconds`; then it is cut."""
+        """No new work; what runs, and giving the windows to the agent at `to`, may take `seconds`; then it is cut. `to` "": to one that
+        the directory names."""
         began = time.monotonic()
         end = began + seconds
         drained = Drained()
@@ -376,10 +379,8 @@ class AgentProcess:
         with self._lock:
             self.draining = True
         for agent in self.agents:
-            if agent.server is not None:
-                agent.server.draining = True  # takes no windows of others
-        if to:
-            self._move(to, end, drained)
+            agent.leave()
+        self._move(to, end, drained)
         pause = threading.Event()
         while any(session.working for session in self.sessions) and time.monotonic() < end:
             pause.wait(0.01)
@@ -399,16 +400,22 @@ class AgentProcess:
 
     def _move(self, to: str, end: float, drained: Drained) -> None:
         for agent in self.agents:
-            moved = move_windows(agent, to, end)
+            taker, held = self._takers[agent], agent.windows.stats().entries
+            if not held and not taker.waiting:
+                continue
+            places = [to] if to else _named(agent, end)
+            moved, handed = move_windows(agent, places, end), taker.forward(agent.peers, places, end)
             drained.windows_moved += moved.entries
             drained.windows_left += moved.left
-            drained.windows_why = drained.windows_why or moved.why
-            handed = self._takers[agent].forward(agent.peers, to, end)
+            drained.windows_why = drained.windows_why or moved.why or handed.why
+            drained.windows_to = drained.windows_to or ", ".join(places)
             drained.handoffs_moved += handed.entries
             drained.handoffs_left += handed.left
-        if drained.windows_left:
-            self.warn(f"{drained.windows_left} window entries were not moved to {to}: {drained.windows_why}")
-        self.log.info(f"moved {drained.windows_moved} window entries and {drained.handoffs_moved} handoffs to {to}")
+        if drained.windows_left or drained.handoffs_left:
+            lost = f"{drained.windows_left} window entries and {drained.handoffs_left} handoffs are lost"
+            self.warn(f"{lost}, not moved to {drained.windows_to or 'another agent'}: {drained.windows_why}")
+        if drained.windows_moved or drained.handoffs_moved:
+            self.log.info(f"moved {drained.windows_moved} window entries and {drained.handoffs_moved} handoffs to {drained.windows_to}")
 
     def close(self) -> None:
         """Ends every session, forgets at the directory, gives all back. Safe after a failed start."""
@@ -442,6 +449,17 @@ class AgentProcess:
         if hasattr(self, "memory_fd"):
             os.close(self.memory_fd)
             del self.memory_fd
+
+
+def _named(agent: Agent, end: float) -> list[str]:
+    """Agents that the directory names; it may be slow now and then."""
+    found: list[str] = []
+    for _ in range(NAMED_TRIES if agent.directory is not None else 0):
+        if not (found := agent.others()) and time.monotonic() < end:
+            threading.Event().wait(POLL_SECONDS / 4)
+            continue
+        break
+    return found
 
 
 def run_agent(config: ProcessConfig) -> int:

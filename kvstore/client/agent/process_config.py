@@ -35,7 +35,7 @@ class ProcessConfig:
     http_port: int = 0
     ticket_key_path: Path | None = None  # a file of 16 to 64 bytes that agents share; None: a key of this process alone
     drain_seconds: float = 60.0
-    drain_to: str = ""  # host:port of the agent that takes the windows when this one ends; "": they are misses
+    drain_to: str = ""  # host:port of the agent that takes the windows when this one ends; "": one that the directory names
 
     def __post_init__(self) -> None:
         self._need("memory_bytes", 1 << 20 <= self.memory_bytes <= 1 << 44, "1 MiB to 16 TiB")

@@ -7,13 +7,14 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.client.agent.agent import Agent
 from kvstore.client.agent.frames import Offer
 from kvstore.client.agent.handoff import HandoffOutcome, begin
 from kvstore.client.agent.inbox import Arrival, ArrivalState, HandoffInbox
-from kvstore.client.agent.moving import BATCH_BYTES, BATCH_SECONDS, NOTE, Moved
+from kvstore.client.agent.moving import BATCH_BYTES, BATCH_SECONDS, NOBODY, NOTE, Moved
 from kvstore.client.agent.peers import Peers
 from kvstore.wire import Status
 
@@ -81,6 +82,11 @@ class Taker:
 
     # --- handoffs ---
 
+    @property
+    def waiting(self) -> bool:
+        """Some may be here that nobody has taken."""
+        return bool(self._waiting)
+
     def take(self, handoff_id: bytes | None, deadline_seconds: float) -> Arrival | None:
         """The handoff of that id, or the one that came first, when it is whole; the caller's to release or to put back."""
         end = time.monotonic() + deadline_seconds
@@ -110,17 +116,20 @@ class Taker:
         else:
             self.inbox.release(arrival)
 
-    def forward(self, peers: Peers, address: str, end: float) -> Moved:
-        """Gives the agent at `address` what nobody has taken, until `end` (monotonic)."""
+    def forward(self, peers: Peers, addresses: Sequence[str], end: float) -> Moved:
+        """Gives the agents at `addresses`, the first that takes it, what nobody here has taken, until `end` (monotonic)."""
         moved = Moved()
         while (arrival := self._next(None)) is not None:
-            outcome = HandoffOutcome.LATE
+            outcome = None
             if arrival.wait(max(0.0, end - time.monotonic())) is ArrivalState.COMPLETE:
-                outcome = _send(peers, address, arrival, end)
-                moved.entries += outcome is HandoffOutcome.DONE
-                moved.bytes += arrival.offer.total_bytes if outcome is HandoffOutcome.DONE else 0
-                if outcome is not HandoffOutcome.DONE:
-                    moved.left, moved.why = moved.left + 1, outcome.value
+                for address in addresses:
+                    outcome = _send(peers, address, arrival, end)
+                    if outcome is HandoffOutcome.DONE:
+                        break
+            if outcome is HandoffOutcome.DONE:
+                moved.entries, moved.bytes = moved.entries + 1, moved.bytes + arrival.offer.total_bytes
+            else:
+                moved.left, moved.why = moved.left + 1, outcome.value if outcome is not None else NOBODY
             self.inbox.release(arrival)
         return moved
 

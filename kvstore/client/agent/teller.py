@@ -1,12 +1,15 @@
 """Tells the window directory what this agent holds: in the background, many keys a message, the last word about a key only.
 
-Nobody waits for it. What is told late, or never, is a window miss at another host.
+Nobody waits for it. What is told late, or never, is a window miss at another host. An agent also says, under a key that all of its kind
+know (`presence_key`), that it is there: the four of them that said so last are those that one which ends gives its entries to.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
+import time
 from enum import Enum
 from typing import Final
 
@@ -20,6 +23,7 @@ log = logging.getLogger(__name__)
 LINGER_SECONDS: Final = 0.002  # one message for what happens within it; the next turn is seconds away
 WAITING_MAX: Final = 1 << 16  # keys; past it the oldest is not told
 KEYS_AT_ONCE: Final = 1 << 12
+PRESENCE_SECONDS: Final = 30.0  # between two words of being there; an entry lives 180 s
 
 
 class Word(Enum):
@@ -30,10 +34,17 @@ class Word(Enum):
     GONE = "gone"
 
 
+def presence_key(layout_digest: bytes) -> bytes:
+    """The window key under which agents for one layout say that they are there."""
+    return hashlib.blake2b(b"kvstore.agents.v1" + layout_digest, digest_size=KEY_BYTES).digest()
+
+
 class Teller:
     """Speaks for one agent. One thread, from the first word on; `close()` ends it."""
 
-    def __init__(self, directory: DirectoryClient, address: str) -> None:
+    def __init__(self, directory: DirectoryClient, address: str, presence: bytes = b"") -> None:
+        """`presence`: presence_key; b"": does not say that it is there."""
+        self._presence, self._presence_due = presence, 0.0
         self._directory = directory
         self._address = address
         self._changed = threading.Condition()
@@ -41,6 +52,15 @@ class Teller:
         self._busy = self._stopping = False
         self._hurry = 0  # who waits in flush()
         self._thread: threading.Thread | None = None
+        if presence:
+            self.tell(presence, Word.KEPT)
+
+    def leave(self) -> None:
+        """From now on it is not named to those that end."""
+        with self._changed:
+            presence, self._presence = self._presence, b""
+        if presence:
+            self.tell(presence, Word.GONE)
 
     def tell(self, key: bytes, word: Word) -> None:
         """Any thread; never waits for the directory."""
@@ -81,7 +101,11 @@ class Teller:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: bool(self._words) or self._stopping)
+                due = self._presence_due - time.monotonic() if self._presence else None
+                self._changed.wait_for(lambda: bool(self._words) or self._stopping, due)
+                if self._presence and time.monotonic() >= self._presence_due:
+                    self._presence_due = time.monotonic() + PRESENCE_SECONDS
+                    self._words[self._presence] = Word.KEPT
                 self._changed.wait_for(lambda: self._hurry or self._stopping or len(self._words) >= KEYS_AT_ONCE, LINGER_SECONDS)
                 if self._stopping:
                     return
