@@ -35,6 +35,7 @@ IDS_OF_THE_TABLE = {
     *("failed_load_text_equal", "model_cases"),
     *("plan_lru_equal", "shards_error_points", "plan_vs_replay_points", "plan_all_policies_seconds", "handoff_vs_loopback"),
     *("gpu_scatter_vs_copy", "gpu_decode_vs_copy"),
+    *("overlap_hidden_share", "overlap_engine_ttft"),
     *("heldout_bpb", "window_hit_rate_trace", "directory_ops_per_core", "directory_ram_gb"),
 }
 MEASUREMENTS: dict[Measure, list[str]] = {}

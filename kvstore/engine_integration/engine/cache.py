@@ -123,15 +123,14 @@ class Cache:
             for ready in self.host.planes_with(
                 begin, found.ticket, rows, deadline_seconds=self.config.load_deadline_seconds, blocks=range(wanted)
             ):
-                if ready.blocks < wanted:
-                    break  # what was computed so far rests on blocks that did not come
-                for source in self._sources_of[ready.plane]:
+                # Fewer: what was computed so far rests on blocks that do not come. The load goes on for those that do: the next plan's hit.
+                for source in self._sources_of[ready.plane] if ready.blocks == wanted else ():
                     arrived(source, rows)
                     missing.discard(source)
             if not loads:
                 return LoadOutcome.EXPIRED, rows[:0]
             result = loads[0].finish()
-            if result.blocks >= wanted:  # the last of it came while the load was being ended
+            if result.blocks >= wanted:  # all of it came after all
                 for source in sorted(missing):
                     arrived(source, rows)
         except KvstoreError:

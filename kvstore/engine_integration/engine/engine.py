@@ -16,6 +16,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
+import torch
+
 from kvstore.client.agent.handoff import HandoffOutcome
 from kvstore.client.client import Client
 from kvstore.client.load import Load
@@ -69,9 +71,12 @@ class Engine:
         self._running: list[Task] = []  # in the order of their start
         self._leaving: list[Task] = []  # done, but a load still writes to their pages
         self._turn = 0
+        self._letters = 0  # read so far
         self._closing = False
         self.counts: Counter[str] = Counter()  # changed by the engine's thread only
-        self._io = ThreadPoolExecutor(config.io_threads, "kvstore-engine-io")
+        self._io = ThreadPoolExecutor(config.io_threads, "kvstore-engine-io")  # lookups
+        # Loads, and requests on their way elsewhere, of each running request one: a slow one holds up no other, and no lookup.
+        self._moves = ThreadPoolExecutor(2 * config.running_max, "kvstore-engine-move")
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         self._thread.start()
 
@@ -145,6 +150,7 @@ class Engine:
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
         self._io.shutdown(wait=True)
+        self._moves.shutdown(wait=True)
         if self._own_agent is not None:
             self._own_agent.close()
         self.audit.close()
@@ -163,6 +169,7 @@ class Engine:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        torch.get_num_threads()  # a thread that never asked computes its first products with as many as there are processors
         try:
             while self._turn_once():
                 pass
@@ -177,20 +184,26 @@ class Engine:
 
     def _turn_once(self) -> bool:
         """Reads the mail, starts what has room, computes a little of everything. False: closed."""
-        with self._changed:
-            letters, closing = list(self._mail), self._closing
-            self._mail.clear()
-        for letter in letters:
-            letter()
+        closing = self._closing
+        self._read_mail()
         self._end_early(closing)
         if closing and not self._running and not self._leaving and not self._waiting:
             return False
         self._admit()
+        letters = self._letters
         worked = self._prefill() + self._step()
-        if not worked:
+        if not worked and self._letters == letters:  # one read meanwhile may be of a request that can start now
             with self._changed:
                 self._changed.wait_for(lambda: self._mail or (self._closing and not closing), self._idle_seconds())
         return True
+
+    def _read_mail(self) -> None:
+        with self._changed:
+            letters = list(self._mail)
+            self._mail.clear()
+        self._letters += len(letters)
+        for letter in letters:
+            letter()
 
     def _idle_seconds(self) -> float:
         ends = [task.deadline_seconds for task in (*self._waiting, *self._running)]
@@ -292,7 +305,7 @@ class Engine:
             self._post(lambda: self._loaded(task, found, outcome, rows, time.monotonic() - began, None))
 
         task.loading = True
-        self._io.submit(load)
+        self._moves.submit(load)
 
     def _began(self, task: Task, load: Load) -> None:
         task.load = load
@@ -345,21 +358,16 @@ class Engine:
         """One block of each prompt in turn, until this step's budget is used up."""
         budget = max(1, self.config.prefill_tokens // self.model.config.block) * self.model.config.block
         done = 0
-        stuck: set[int] = set()
         while done < budget:
-            ready = [
-                task for task in self._running
-                if task.prefilling and task.request.number not in stuck
-                and not (task.blocked_on is not None and task.state is not None and task.blocked_on in task.state.missing)
-            ]  # fmt: skip
+            self._read_mail()  # a plane that has come is used by the next piece, not by the next turn
+            ready = [task for task in self._running if task.prefilling and not task.blocked]
             if not ready:
                 break
             self._turn += 1
             task = ready[self._turn % len(ready)]
             rows = self._guarded(task, task.prefill)
             if not rows:
-                stuck.add(task.request.number)
-                continue
+                continue  # it waits for a plane, or failed
             done += rows
             self.counts["prefill_tokens"] += rows
             if task.finished is not None and task.phase is Phase.RUNNING:
@@ -376,7 +384,7 @@ class Engine:
             self._stays(task, HandoffOutcome.TOO_LARGE)
             return
         task.outgoing = Outgoing(give, self.model, task.prompt_tokens, size)
-        self._io.submit(task.outgoing.begin)
+        self._moves.submit(task.outgoing.begin)
 
     def _hand_over(self, task: Task, outgoing: Outgoing) -> None:
         """The first token is said: sends what is left, on another thread; what that thread sends is a copy."""
@@ -399,14 +407,14 @@ class Engine:
         if outgoing.outcome is not None:
             self._handed_over(task, outgoing, outgoing.outcome, early)
         else:
-            self._io.submit(work)
+            self._moves.submit(work)
 
     def _handed_over(self, task: Task, outgoing: Outgoing, outcome: HandoffOutcome, early: int) -> None:
         if task.outgoing is not outgoing:
             return  # it was withdrawn
         task.giving, task.outgoing = False, None
         if outcome is not HandoffOutcome.DONE:
-            self._io.submit(outgoing.withdraw)
+            self._moves.submit(outgoing.withdraw)
             self._stays(task, outcome)
             return
         task.handoff_bytes, task.handoff_early_bytes = outgoing.total_bytes, early
@@ -425,7 +433,7 @@ class Engine:
         outgoing, task.outgoing, task.giving = task.outgoing, None, False
         if outgoing is not None:
             self.counts["handoff_aborted"] += 1
-            self._io.submit(outgoing.withdraw)
+            self._moves.submit(outgoing.withdraw)
 
     # --- answers ---
 

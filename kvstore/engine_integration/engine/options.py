@@ -53,7 +53,7 @@ class EngineConfig:
     prefill_tokens: int = 512  # of all prompts in one turn, in whole blocks, at least one; then each answer gets its next token
     running_max: int = 16
     queue_max: int = 1024  # requests that wait; one more ends at once as "busy"
-    io_threads: int = 8  # lookups and loads under way at once
+    io_threads: int = 8  # lookups under way at once; each running request's load has a thread of its own
     resume: ResumeMode = "auto"
     bounded_windows: int = 1
     depth_max: int = 3

@@ -156,6 +156,11 @@ class Task:
     def prefilling(self) -> bool:
         return self.phase is Phase.RUNNING and self.state is not None and not self.answering and not self.releasing
 
+    @property
+    def blocked(self) -> bool:
+        """The next layer's rows have not come."""
+        return self.state is not None and self.blocked_on in self.state.missing
+
     def prefill(self) -> int:
         """Computes up to the end of a block; the rows this took, 0 where rows of the hit have not come. The last piece gives a token."""
         assert self.state is not None
