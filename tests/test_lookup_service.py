@@ -37,6 +37,7 @@ from kvstore.server.directory import Directory
 from kvstore.server.directory_config import DirectoryConfig
 from kvstore.server.local import LocalCluster
 from kvstore.server.lookup import Lookups, Question, Tenant, load_tenants
+from kvstore.server.lookup_service import LookupService, LookupServiceConfig
 from kvstore.server.proto import lookup_pb2, lookup_pb2_grpc
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -337,3 +338,33 @@ def test_router_prefill_and_decode_work_from_one_ticket(rig: Rig) -> None:
         answer = json.loads(line_of(decode))
         assert answer == {"tokens": prompt + want, "handed_over": len(prompt), "same_blocks": True, "blocks": STORED}
         assert rig.agent.client.stats()["lookups"] == asked
+
+
+def test_a_new_epoch_is_taken_while_it_serves_and_a_bad_map_is_not(rig: Rig, tmp_path: Path) -> None:
+    path, new = tmp_path / "map.toml", rig.cluster.map.with_epoch([], [node.id for node in rig.cluster.map.nodes])
+    path.write_text(rig.cluster.map.to_toml())
+    service = LookupService(
+        LookupServiceConfig(
+            map_path=path, model_path=rig.files / "tiny.toml", ticket_key_path=rig.files / "key", port=0, deadline_seconds=5
+        )
+    )  # fmt: skip
+    service.start()
+    try:
+
+        def epoch() -> tuple[int, int]:
+            assert service._lookups is not None
+            answer = service._lookups.ask(Question(tokens=np.array(PROMPT, np.uint32)))
+            return answer.ticket.epoch, answer.prefix_tokens
+
+        assert epoch() == (1, STORED * B)
+        for text, want in (("cluster = [", 1), (new.to_toml(), 2), (rig.cluster.map.to_toml(), 2)):
+            path.write_text(text)
+            service.request_reload()
+            service.look_at_map()
+            assert epoch() == (want, STORED * B)
+        assert service._lookups is not None and len(service._lookups._retired) == 1
+        service._lookups.tick(float("inf"))
+        assert epoch() == (2, STORED * B) and not service._lookups._retired
+    finally:
+        service.request_stop()
+        service.serve_until_stopped()

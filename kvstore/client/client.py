@@ -98,6 +98,14 @@ class Client:
         self._accounts = Accounts(self._core, self._placements, owner, cluster_map.bucket_seconds, self._counters, self.access_log)
         self._finalizer = weakref.finalize(self, _close, self._core, self._stores, self._admission, os.getpid())
 
+    def renewed(self, cluster_map: ClusterMap) -> Client:
+        """A client as this one, by a newer map of its cluster, with connections of its own. Raises ConfigError E133 for another map."""
+        self.map.check_successor(cluster_map)
+        return Client(
+            cluster_map, layout=self.layout, config=self.config, clock=self.clock, owner=self.owner, kv_group=self._wanted.kv_group,
+            ram=self.ram,
+        )  # fmt: skip
+
     # --- lookup ---
 
     def lookup(

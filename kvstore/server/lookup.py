@@ -129,6 +129,7 @@ class Lookups:
             slots=max(1, card.recompute_tokens),
         )  # fmt: skip
         self._agents: dict[str, tuple[Client, Agent]] = {}
+        self._retired: list[tuple[float, Client, Agent]] = []  # of an older map, and when the last question to each is over
         self._lock = threading.Lock()
 
     def ask(self, question: Question) -> Answer:
@@ -177,12 +178,34 @@ class Lookups:
                 self._agents[name] = client, Agent(client, config=self._agent)
             return self._agents[name][1]
 
-    def close(self) -> None:
+    def take_map(self, cluster_map: ClusterMap) -> None:
+        """Asks by a newer map of the cluster from now on. Raises ConfigError E133."""
+        self._map.check_successor(cluster_map)
+        over = time.monotonic() + 2 * self.deadline_seconds
         with self._lock:
-            agents, self._agents = self._agents, {}
-        for client, agent in agents.values():
+            self._retired += [(over, client, agent) for client, agent in self._agents.values()]
+            self._agents, self._map, self.classes = {}, cluster_map, frozenset(cluster_map.classes)
+            self._asks_directories = bool(self._agent.directories or cluster_map.directories)
+
+    def tick(self, now: float | None = None) -> None:
+        """Closes what nobody asks any more."""
+        now = time.monotonic() if now is None else now
+        with self._lock:
+            due = [(client, agent) for over, client, agent in self._retired if over <= now]
+            self._retired = [row for row in self._retired if row[0] > now]
+        for client, agent in due:
             agent.close()
             client.close()
+
+    @property
+    def map(self) -> ClusterMap:
+        return self._map
+
+    def close(self) -> None:
+        with self._lock:
+            self._retired += [(0.0, client, agent) for client, agent in self._agents.values()]
+            self._agents = {}
+        self.tick(float("inf"))
 
     def __enter__(self) -> Self:
         return self

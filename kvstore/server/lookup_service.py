@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 from kvstore.client.ticket import read_ticket_key
 from kvstore.clustermap import ClusterMap
 from kvstore.daemon import address_text, run_daemon
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KvstoreError
 from kvstore.http import REQUESTS_MAX, HttpServer, Page, Request, daemon_pages
+from kvstore.mapfile import LOOK_SECONDS, MapFile
 from kvstore.metrics_lookup import LookupCounters
 from kvstore.modelcard import ModelCard
 from kvstore.server.log import Log
@@ -59,6 +61,7 @@ class LookupService:
         self.counters = LookupCounters()
         self.log = Log("lookup-service")
         self._lookups: Lookups | None = None
+        self._map_file: MapFile | None = None
         self._http: HttpServer | None = None
         self._control: HealthServer | None = None
         self._stop = threading.Event()
@@ -76,6 +79,7 @@ class LookupService:
         from kvstore.server.control import HealthServer
 
         config = self.config
+        self._map_file = MapFile(config.map_path)
         cluster_map, card = ClusterMap.load(config.map_path), ModelCard.load(config.model_path)
         self._cluster = cluster_map.cluster_id
         tenants = load_tenants(config.tenants_path) if config.tenants_path is not None else None
@@ -124,13 +128,33 @@ class LookupService:
     def stopping(self) -> bool:
         return self._stop.is_set()
 
+    def request_reload(self) -> None:
+        """Reads the map again. Safe in a signal handler."""
+        if self._map_file is not None:
+            self._map_file.request()
+
+    def look_at_map(self) -> None:
+        """Takes a newer epoch over, from the map's file; where that is bad the old one stays."""
+        assert self._map_file and self._lookups
+        self._lookups.tick()
+        if not self._map_file.changed():
+            return
+        try:
+            found = self._map_file.newer(self._lookups.map)
+            if found is not None:
+                self.log.info(f"map has epoch {found.epoch}, was {self._lookups.map.epoch}")
+                self._lookups.take_map(found)
+        except KvstoreError as error:
+            self.log.error(f"map not taken, epoch {self._lookups.map.epoch} stays: {error}")
+
     def request_stop(self) -> None:
         """Harmless twice."""
         self._stop.set()
 
     def serve_until_stopped(self) -> int:
         """Returns the exit code. Questions that are being answered are finished."""
-        self._stop.wait()
+        while not self._stop.wait(LOOK_SECONDS):
+            self.look_at_map()
         if self._control:
             self._control.set_ready(False)
         self._close()
@@ -148,5 +172,9 @@ class LookupService:
 
 
 def run_lookup_service(config: LookupServiceConfig) -> int:
-    """Runs one until a signal ends it; returns its exit code. Call it from the main thread. Raises KvstoreError at the start."""
-    return run_daemon(LookupService(config))
+    """Runs one until a signal ends it; returns its exit code. Call it from the main thread. SIGHUP has it read the map again.
+
+    Raises KvstoreError at the start."""
+    service = LookupService(config)
+    signal.signal(signal.SIGHUP, lambda *_: service.request_reload())
+    return run_daemon(service)

@@ -13,6 +13,7 @@ import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -44,6 +45,7 @@ from kvstore.clustermap import ClusterMap
 from kvstore.daemon import address_text, run_daemon
 from kvstore.errors import ConfigError, KvstoreError, ProtocolError, Unreachable
 from kvstore.http import HttpServer, daemon_pages
+from kvstore.mapfile import LOOK_SECONDS, MapFile
 from kvstore.server.log import Log, LogHandler
 from kvstore.server.ports import port_fault
 from kvstore.units import format_bytes, format_seconds
@@ -111,6 +113,7 @@ class AgentProcess:
     def _start(self) -> None:
         config = self.config
         logging.getLogger("kvstore").addHandler(self._log_handler)
+        self.map_file = MapFile(config.map_path)
         self.map = ClusterMap.load(config.map_path)
         self._ticket_key = read_ticket_key(config.ticket_key_path, "E185") if config.ticket_key_path is not None else b""
         self._check_socket()
@@ -284,6 +287,25 @@ class AgentProcess:
         self._takers[agent] = taker
         return agent
 
+    def request_reload(self) -> None:
+        """Reads the map again. Safe in a signal handler."""
+        self.map_file.request()
+
+    def look_at_map(self) -> None:
+        """Takes a newer epoch over, from the map's file; where that is bad the old one stays."""
+        if not self.map_file.changed():
+            return
+        try:
+            found = self.map_file.newer(self.map)
+            if found is not None:
+                self.log.info(f"map has epoch {found.epoch}, was {self.map.epoch}")
+                with self._lock:
+                    self.map = found
+                    for agent in self._agents.values():
+                        agent.take_map(found)
+        except KvstoreError as error:
+            self.log.error(f"map not taken, epoch {self.map.epoch} stays: {error}")
+
     def count(self, what: str, result: str) -> None:
         with self._lock:
             self._counts[what, result] += 1
@@ -363,8 +385,8 @@ class AgentProcess:
 
     def serve_until_stopped(self) -> int:
         """Returns the exit code: 0 after a drain in which nothing was cut off, else 1."""
-        while not self._wake.wait(POLL_SECONDS):
-            pass
+        while not self._wake.wait(LOOK_SECONDS):
+            self.look_at_map()
         drained = self.drain(self._drain_seconds, self._drain_to)
         self.close()
         return 0 if drained.finished else 1
@@ -465,6 +487,8 @@ def _named(agent: Agent, end: float) -> list[str]:
 def run_agent(config: ProcessConfig) -> int:
     """Runs an agent until a signal or `kvstore agent drain` ends it; returns its exit code. Call it from the main thread.
 
-    Raises KvstoreError, with its one line, when it cannot start.
+    SIGHUP has it read the map again. Raises KvstoreError, with its one line, when it cannot start.
     """
-    return run_daemon(AgentProcess(config))
+    process = AgentProcess(config)
+    signal.signal(signal.SIGHUP, lambda *_: process.request_reload())
+    return run_daemon(process)
