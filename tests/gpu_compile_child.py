@@ -27,13 +27,15 @@ POINTERS |= {
 }
 
 
-def compile_for(kernel: object, capability: int, pointers: dict[str, str], **sizes: object) -> None:
+def compile_for(kernel: object, capability: int, pointers: dict[str, str], widest: str, **sizes: object) -> None:
+    """`widest`: the loads that the code must have, of 16 bytes where it can."""
     names = kernel.arg_names
     kinds = POINTERS | pointers
     signature = {name: "constexpr" if name in sizes else kinds.get(name, "i32") for name in names}
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in kinds}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in sizes.items()}, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    assert f"ld.global.{widest}" in made.asm["ptx"], (made.name, sizes)
     binary = Path(triton.knobs.cache.dir) / "last.cubin"
     binary.write_bytes(made.asm["cubin"])
     usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", binary], capture_output=True, text=True, check=True).stdout
@@ -43,17 +45,19 @@ def compile_for(kernel: object, capability: int, pointers: dict[str, str], **siz
 def main(words: list[str]) -> None:
     everything = "all" in words
     for capability in (80, 90, 100) if everything else (90,):
-        for kind, gather in (("*i64", False), ("*u8", True)):
-            sizes = {"ROWS": 64, "ROW": 36, "PAGE_ROWS": 16, "SHARD": 288, "TILES": 5, "TILE": 512, "CHECKED": not gather, "GATHER": gather}
-            compile_for(paging_kernel.move_part, capability, {"pages": kind, "planes": kind}, **sizes)
+        sizes: dict[str, object] = {"ROWS": 64, "ROW": 36, "PAGE_ROWS": 16, "SHARD": 288, "TILES": 5, "TILE": 512}
+        wide, narrow = {"pages": "*i64", "planes": "*i64"}, {"pages": "*u8", "planes": "*u8"}
+        compile_for(paging_kernel.move_part, capability, wide, "v2.b64", UNIT=2, CHECKED=True, GATHER=False, **sizes)
+        compile_for(paging_kernel.move_part, capability, narrow, "b8", UNIT=1, CHECKED=False, GATHER=True, **sizes)
         for k, pairs in ((10, 1), (32, 2)) if everything else ((10, 1),):
-            sizes = {"WORDS": 576, "K": k, "PAIRS": pairs, "TILES": 2, "BLOCKS": 1, "UNROLL": 5, "TILE": 512}
-            compile_for(coding_kernel.rebuild, capability, {}, **sizes)
+            sizes = {"UNIT": 8, "WORDS": 576, "K": k, "PAIRS": pairs, "TILES": 2, "BLOCKS": 1, "UNROLL": 5, "TILE": 512}
+            compile_for(coding_kernel.rebuild, capability, {}, "v4.b32", **sizes)
         if everything:
-            for piece_words in (4, 28, 288):
-                compile_for(sums_kernel.piece_sums, capability, {"zone": "*i64"}, WORDS=piece_words, PIECES=4)
+            zone = {"zone": "*i64"}
+            for piece_words, widest in ((4, "b64"), (28, "b64"), (288, "v2.b64")):
+                compile_for(sums_kernel.piece_sums, capability, zone, widest, UNIT=4, WORDS=piece_words, PIECES=4)
             for message_words in (15, 30, 37):
-                compile_for(sums_kernel.wide_sums, capability, {}, WORDS=message_words, ROWS=32)
+                compile_for(sums_kernel.wide_sums, capability, {}, "b64", WORDS=message_words, ROWS=32)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def paged(rng: np.random.Generator, part: Part, behind_bytes: int, k: int, page_
     """Random planes, pages, table and first row of a request."""
     plane_bytes = part.offset_bytes + part.rows * part.row_bytes + behind_bytes
     shape = (1, blocks, plane_bytes) if whole else (k, blocks, shard_bytes_of(plane_bytes, k))
-    first_row = int(rng.integers(0, 40))
+    first_row = int(rng.choice([0, 7, 16, 32, 39]))  # some let rows be moved together
     needed = -(-(first_row + blocks * part.rows) // page_rows)
     pages_count = needed + int(rng.integers(0, 9))
     table = rng.permutation(pages_count)[:needed]
@@ -69,6 +69,25 @@ def test_a_hundred_page_tables_are_scattered_and_gathered_as_the_references_do(s
         scatter(there(planes), moved, there_pages, names, first_row=first_row, plane_offset_bytes=1000, good=kept)
         scatter_reference(planes, part, pages, table, first_row, good=good)
         assert np.array_equal(back(there_pages), pages), (seed, number)
+
+
+@pytest.mark.parametrize("seed", range(10, 13))
+def test_any_sizes_are_moved_as_the_references_do(seed: int) -> None:
+    """Ten each of whatever comes: rows of 1 to 64 bytes, 1 to 40 of them, pages of 1 to 40, 1 to 32 shards."""
+    rng = np.random.default_rng(seed)
+    for number in range(10):
+        part = Part(int(rng.integers(0, 20)), int(rng.integers(1, 41)), int(rng.integers(1, 65)))
+        k, page_rows = int(rng.integers(1, 33)), int(rng.integers(1, 41))
+        planes, pages, table, first_row = paged(rng, part, int(rng.integers(0, 20)), k, page_rows, 2, number % 2 == 0)
+        names = PageTable(table.tolist(), len(pages), DEVICE)
+        there_pages, there_planes = there(pages), there(np.zeros_like(planes))
+        scatter(there(planes), part, there_pages, names, first_row=first_row)
+        scatter_reference(planes, part, pages, table, first_row)
+        assert np.array_equal(back(there_pages), pages), (seed, number)
+        gather(there_planes, part, there_pages, names, first_row=first_row)
+        gathered = np.zeros_like(planes)
+        gather_reference(gathered, part, pages, table, first_row)
+        assert np.array_equal(back(there_planes), gathered), (seed, number)
 
 
 def test_blocks_and_pages_may_lie_apart_and_anywhere() -> None:
@@ -244,6 +263,20 @@ def test_full_prompts_are_equal_on_the_gpu() -> None:
         scatter(zone[:10], part, there_pages, PageTable(table.tolist(), 5000, DEVICE), plane_offset_bytes=plane.offset_bytes)
         scatter_reference(whole[:10], part, pages, table, plane_offset_bytes=plane.offset_bytes)
         assert np.array_equal(back(there_pages), pages)
+
+
+@pytest.mark.gpu
+def test_blocks_in_pinned_host_memory_are_scattered_and_gathered_across_the_bus() -> None:
+    rng = np.random.default_rng(11)
+    blocks = torch.from_numpy(rng.integers(0, 256, (40, 4352), np.uint8)).pin_memory()
+    pages = torch.zeros((200, 16, 68), dtype=torch.uint8, device="cuda")
+    part, table = Part(0, 64, 68), PageTable(rng.permutation(200)[:160].tolist(), 200, "cuda")
+    scatter(blocks, part, pages, table)
+    assert torch.equal(pages[table.pages].cpu().reshape(40, 4352), blocks)
+    returned = torch.zeros_like(blocks).pin_memory()
+    gather(returned, part, pages, table)
+    torch.cuda.synchronize()
+    assert torch.equal(returned, blocks)
 
 
 def test_what_the_benchmark_times_moves_the_bytes_that_it_counts() -> None:

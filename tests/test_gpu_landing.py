@@ -12,7 +12,7 @@ from gpu_tools import DEVICE, back, kernels_run, there
 from kvstore import record
 from kvstore.erasure import codec, cut_plane
 from kvstore.errors import KeyFormatError, LayoutError, MisuseError
-from kvstore.kernels.gpu import Arrived, Identity, LandedPlane, Outcome, PageTable, Part, land_plane
+from kvstore.kernels.gpu import Arrived, Identity, LandedPlane, Outcome, PageTable, Part, land_plane, views_of_bodies
 from kvstore.kernels.hash_reference import block_tag
 from kvstore.layout import Layout, Plane, Section, shard_bytes_of
 
@@ -108,6 +108,24 @@ def test_what_arrived_whole_or_with_two_shards_lost_is_scattered_bit_by_bit(firs
     assert landed.outcomes == (Outcome.RIGHT,) * 4 + (Outcome.REBUILT,) * 8
     assert landed.wrong_pieces == ()
     zone.check(landed, set(range(12)))
+
+
+def test_the_bodies_of_items_are_a_zone_as_they_come() -> None:
+    """Sums, digests and pieces of each shard one behind the other: looked at in place."""
+    zone = arrived_zone(9, ((5, 6),))
+    parts = [zone.sums.view(np.uint8).reshape(12, -1), zone.digests.view(np.uint8).reshape(12, -1), zone.pieces.reshape(12, -1)]
+    bodies = there(np.concatenate(parts, axis=1))
+    views = views_of_bodies(bodies, 4)
+    for view, array in zip(views, (zone.pieces, zone.sums, zone.digests), strict=True):
+        assert np.array_equal(back(view), array)
+    landed = land_plane(*views, zone.arrived, zone.keys, plane=PLANES[1], plane_number=1, k=K, m=M)
+    assert landed.outcomes == (Outcome.REBUILT,) * 4
+    zone.check(landed, {0, 1, 2, 3})
+    for wrong in (bodies[:, :-8], bodies[:, 8:], bodies[0], bodies.to(torch.int8)):
+        with pytest.raises(LayoutError, match="E508"):
+            views_of_bodies(wrong, 4)
+    with pytest.raises(LayoutError, match="E508"):
+        views_of_bodies(bodies, 0)
 
 
 def test_a_wrong_piece_is_lost_for_its_block_alone_and_three_are_too_many() -> None:

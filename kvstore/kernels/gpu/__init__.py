@@ -11,7 +11,7 @@ kernel asked for does, and says so (E507).
 """
 
 from kvstore.kernels.gpu.coding import rebuild
-from kvstore.kernels.gpu.landing import Arrived, LandedPlane, Outcome, land_plane
+from kvstore.kernels.gpu.landing import Arrived, LandedPlane, Outcome, land_plane, views_of_bodies
 from kvstore.kernels.gpu.paging import PageTable, Part, gather, scatter
 from kvstore.kernels.gpu.sums import Identity, piece_sums, plane_digests
 
@@ -28,4 +28,5 @@ __all__ = [
     "plane_digests",
     "rebuild",
     "scatter",
+    "views_of_bodies",
 ]

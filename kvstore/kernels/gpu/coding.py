@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from kvstore.erasure.checks import check_code, check_numbers
 from kvstore.errors import CodecError
 from kvstore.kernels import _native
-from kvstore.kernels.gpu.launch import check_zone, kernels, power_of_two, require, whole_programs
+from kvstore.kernels.gpu.launch import check_zone, kernels, on, power_of_two, require, whole_programs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,24 +78,28 @@ def rebuild(zone: Tensor, k: int, m: int, survivors: Sequence[Survivors | None])
     number_of = {have: at for at, have in enumerate(sets)}
     blocks, chosen = np.array([(b, number_of[have]) for b, have in enumerate(survivors) if have in number_of], np.int32).T
     words = zone.shape[2] // 4
+    unit = gcd(32, *zone.stride()[:2]) // 4
     few = whole_programs(zone)
     tile = min(TILE_WORDS_MAX, power_of_two(words)) if few else TILE_WORDS
     tiles = -(-words // tile)
     of_one = min(BLOCKS_MAX, power_of_two(len(blocks))) if few else 1
-    kernels("coding_kernel", zone).rebuild[(-(-len(blocks) // of_one) * tiles,)](
-        zone.view(torch.int32),
-        *(
-            torch.from_numpy(table.copy()).to(zone.device)
-            for table in (blocks, chosen, np.array(sets, np.int32), lost, masks.view(np.int64))
-        ),
-        len(blocks),
-        zone.stride(0) // 4,
-        zone.stride(1) // 4,
-        WORDS=words,
-        K=k,
-        PAIRS=pairs,
-        TILES=tiles,
-        BLOCKS=of_one,
-        UNROLL=UNROLL,
-        TILE=tile,
-    )
+    kernel = kernels("coding_kernel", zone).rebuild
+    with on(zone):
+        kernel[(-(-len(blocks) // of_one) * tiles,)](
+            zone.view(torch.int32),
+            *(
+                torch.from_numpy(table.copy()).to(zone.device)
+                for table in (blocks, chosen, np.array(sets, np.int32), lost, masks.view(np.int64))
+            ),
+            len(blocks),
+            zone.stride(0) // (4 * unit),
+            zone.stride(1) // (4 * unit),
+            UNIT=unit,
+            WORDS=words,
+            K=k,
+            PAIRS=pairs,
+            TILES=tiles,
+            BLOCKS=of_one,
+            UNROLL=UNROLL,
+            TILE=tile,
+        )

@@ -31,6 +31,7 @@ def rebuild(
     count,
     slot_stride,
     block_stride,
+    UNIT: tl.constexpr,  # words in which the strides are counted: what the compiler may know of alignment
     WORDS: tl.constexpr,  # of a shard
     K: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -44,7 +45,7 @@ def rebuild(
     inside = (number < count) & (at < WORDS)
     block = tl.load(blocks + number, mask=number < count, other=0).to(tl.int64)
     chosen = tl.load(sets + number, mask=number < count, other=0).to(tl.int64)
-    here = zone + block * block_stride + at
+    here = zone + block * block_stride * UNIT + at
     for pair in tl.static_range(PAIRS):
         a0 = tl.zeros([BLOCKS, TILE], tl.uint64)
         a1 = tl.zeros([BLOCKS, TILE], tl.uint64)
@@ -56,7 +57,7 @@ def rebuild(
         a7 = tl.zeros([BLOCKS, TILE], tl.uint64)
         for i in tl.range(K, loop_unroll_factor=UNROLL):
             shard = tl.load(have + chosen * K + i).to(tl.int64)
-            x = tl.load(here + shard * slot_stride, mask=inside, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+            x = tl.load(here + shard * slot_stride * UNIT, mask=inside, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
             x = x | (x << 32)
             bits = masks + ((chosen * PAIRS + pair) * K + i) * 8
             a0 ^= x & _mask(bits, 0)
@@ -76,8 +77,8 @@ def rebuild(
         y = _double(y) ^ a0
         low = tl.load(lost + (chosen * PAIRS + pair) * 2).to(tl.int64)
         high = tl.load(lost + (chosen * PAIRS + pair) * 2 + 1).to(tl.int64)
-        tl.store(here + low * slot_stride, y.to(tl.uint32).to(tl.int32, bitcast=True), mask=inside & (low >= 0))
-        tl.store(here + high * slot_stride, (y >> 32).to(tl.uint32).to(tl.int32, bitcast=True), mask=inside & (high >= 0))
+        tl.store(here + low * slot_stride * UNIT, y.to(tl.uint32).to(tl.int32, bitcast=True), mask=inside & (low >= 0))
+        tl.store(here + high * slot_stride * UNIT, (y >> 32).to(tl.uint32).to(tl.int32, bitcast=True), mask=inside & (high >= 0))
 
 
 PROBE = rebuild

@@ -54,6 +54,25 @@ class Arrived:
     shards: tuple[int, ...]
 
 
+def views_of_bodies(bodies: Tensor, blocks_count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(zone, sums, digests) of one extent's ITEM bodies as a transport writes them: uint8 (k + m, body bytes), one behind the other.
+
+    Body: sums u64 x c | digests 16 B x c | c pieces (docs/PROTOCOL.md). Nothing is copied. LayoutError E508 for bodies of no such length.
+    """
+    import torch
+
+    head_bytes = 24 * blocks_count
+    sound = str(bodies.dtype) == "torch.uint8" and bodies.ndim == 2 and bodies.is_contiguous() and bodies.data_ptr() % 8 == 0
+    require(sound and blocks_count > 0, "bodies", f"{bodies.dtype} {tuple(bodies.shape)} of {blocks_count} blocks")
+    piece_bytes, rest = divmod(bodies.shape[1] - head_bytes, blocks_count)
+    require(
+        piece_bytes > 0 and rest == 0 and piece_bytes % 32 == 0, "bodies", f"{bodies.shape[1]} bytes, not those of {blocks_count} blocks"
+    )
+    checks = bodies.view(torch.int64)
+    zone = bodies[:, head_bytes:].view(-1, blocks_count, piece_bytes)
+    return zone, checks[:, :blocks_count], checks[:, blocks_count : 3 * blocks_count].view(-1, blocks_count, 2)
+
+
 @dataclass(frozen=True)
 class LandedPlane:
     """`outcomes[b]` of each block, `wrong_pieces` (block, shard), `good` (n,) uint8 where the zone lies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,14 @@ def kernels(name: str, tensor: Tensor) -> ModuleType:
             "use one on a GPU, or set TRITON_INTERPRET=1 before triton is imported",
         )
     return module
+
+
+def on(tensor: Tensor) -> AbstractContextManager[None]:
+    """Within, kernels start on the GPU of `tensor`, on its current stream; on the CPU nothing changes."""
+    import torch
+
+    guard: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return guard
 
 
 def whole_programs(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ table names the pages of a request in order: row r of the request lies in page t
     block   | ... | part: row 0 | row 1 | ... | ...       offset_bytes counts from the block's first byte
     planes  uint8 (shards, n, shard_bytes) as they arrive; a row may cross from one shard into the next
             or (n, bytes): blocks, or planes of blocks, that lie whole
+            on the GPU of the pages, or in pinned host memory, which the kernel then reads or writes across the bus
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import LayoutError
-from kvstore.kernels.gpu.launch import kernels, power_of_two, require, whole_programs
+from kvstore.kernels.gpu.launch import kernels, on, power_of_two, require, whole_programs
 
 if TYPE_CHECKING:
     import torch
@@ -102,33 +103,40 @@ def _move(
         planes = planes.unsqueeze(0)
     _check(planes, part, pages, table, first_row, plane_offset_bytes, good)
     shards, blocks, shard_bytes = planes.shape
-    part_at = part.offset_bytes - plane_offset_bytes
-    places = (planes.data_ptr(), planes.storage_offset(), pages.data_ptr(), pages.storage_offset())
-    strides = (planes.stride(0) if shards > 1 else 0, planes.stride(1), *pages.stride()[:2])
-    width = gcd(8, part.row_bytes, part_at, shard_bytes, *places, *strides)
     if blocks == 0:
         return
+    # Rows that lie back to back in the pages are moved as one long row.
+    together = gcd(part.rows, pages.shape[1], first_row) if pages.stride(1) == part.row_bytes else 1
+    row_bytes = part.row_bytes * together
+    part_at = part.offset_bytes - plane_offset_bytes
+    places = (planes.data_ptr(), planes.storage_offset(), pages.data_ptr(), pages.storage_offset())
+    strides = (planes.stride(0) if shards > 1 else 0, planes.stride(1), pages.stride(0), pages.stride(1) * together)
+    aligned = gcd(16, row_bytes, part_at, shard_bytes, *places, *strides)
+    width = min(8, aligned)
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
     elements = part.rows * part.row_bytes // width
-    tile = min(TILE_ELEMENTS_MAX, power_of_two(elements)) if whole_programs(planes) else TILE_BYTES // 8
+    tile = min(TILE_ELEMENTS_MAX, power_of_two(elements)) if whole_programs(pages) else TILE_BYTES // 8
     tiles = -(-elements // tile)
-    kernels("paging_kernel", planes).move_part[(blocks * tiles,)](
-        pages.view(dtype),
-        planes.view(dtype) if shards > 1 else planes[0].view(dtype),
-        table.pages,
-        table.pages if good is None else good,
-        first_row,
-        part_at // width,
-        *(stride // width for stride in strides),
-        ROWS=part.rows,
-        ROW=part.row_bytes // width,
-        PAGE_ROWS=pages.shape[1],
-        SHARD=shard_bytes // width,
-        TILES=tiles,
-        TILE=tile,
-        CHECKED=good is not None,
-        GATHER=gather,
-    )
+    move_part = kernels("paging_kernel", pages).move_part
+    with on(pages):
+        move_part[(blocks * tiles,)](
+            pages.flatten(1).view(dtype) if together > 1 else pages.view(dtype),
+            planes.view(dtype) if shards > 1 else planes[0].view(dtype),
+            table.pages,
+            table.pages if good is None else good,
+            first_row // together,
+            part_at // aligned,
+            *(stride // aligned for stride in strides),
+            UNIT=aligned // width,
+            ROWS=part.rows // together,
+            ROW=row_bytes // width,
+            PAGE_ROWS=pages.shape[1] // together,
+            SHARD=shard_bytes // width,
+            TILES=tiles,
+            TILE=tile,
+            CHECKED=good is not None,
+            GATHER=gather,
+        )
 
 
 def _check(
@@ -156,5 +164,6 @@ def _check(
     if good is not None:
         sound = str(good.dtype) == "torch.uint8" and good.shape == (blocks,) and good.is_contiguous()
         require(sound, "good", f"{good.dtype} {tuple(good.shape)}, not uint8 ({blocks},)")
-    devices = {tensor.device for tensor in (planes, pages, table.pages, *([] if good is None else [good]))}
+    pinned = pages.is_cuda and not planes.is_cuda and planes.is_pinned()
+    devices = {tensor.device for tensor in (pages, table.pages, *([] if pinned else [planes]), *([] if good is None else [good]))}
     require(len(devices) == 1, "tensors", f"lie on {sorted(map(str, devices))}")

@@ -11,11 +11,12 @@ def move_part(
     table,
     good,
     first_row,  # of the first block, counted through the table
-    part_at,  # where the part begins in its plane
+    part_at,  # where the part begins in its plane; this and the strides are counted in UNIT elements
     slot_stride,  # from a shard to the next of the same block
     block_stride,
     page_stride,
     row_stride,
+    UNIT: tl.constexpr,  # what the compiler may know of alignment
     ROWS: tl.constexpr,  # of the part, in one block
     ROW: tl.constexpr,  # elements of a row
     PAGE_ROWS: tl.constexpr,
@@ -32,9 +33,9 @@ def move_part(
         inside = inside & (tl.load(good + block) != 0)
     row = first_row + block * ROWS + at // ROW
     page = tl.load(table + row // PAGE_ROWS, mask=inside, other=0).to(tl.int64)
-    there = pages + page * page_stride + row % PAGE_ROWS * row_stride + at % ROW
-    in_plane = part_at + at
-    here = planes + (in_plane // SHARD).to(tl.int64) * slot_stride + block * block_stride + in_plane % SHARD
+    there = pages + page * (page_stride * UNIT) + row % PAGE_ROWS * (row_stride * UNIT) + at % ROW
+    in_plane = part_at * UNIT + at
+    here = planes + (in_plane // SHARD).to(tl.int64) * (slot_stride * UNIT) + block * (block_stride * UNIT) + in_plane % SHARD
     if GATHER:
         tl.store(here, tl.load(there, mask=inside), mask=inside)
     else:

@@ -10,12 +10,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.errors import KeyFormatError
-from kvstore.kernels.gpu.launch import check_zone, kernels, power_of_two, require, whole_programs
+from kvstore.kernels.gpu.launch import check_zone, kernels, on, power_of_two, require, whole_programs
 
 if TYPE_CHECKING:
     import torch
@@ -84,22 +85,26 @@ def piece_sums(zone: Tensor, shards: Tensor, rows: Tensor, plane: int, extents: 
         names += struct.pack("<16s32sQq", name.owner, name.extent_key, name.write_id, name.first_block - begin)
         of_row[begin : begin + rows_count] = at
         begin += rows_count
+    unit = gcd(32, *zone.stride()[:2]) // 8
     pieces = min(PIECES_MAX, power_of_two(count)) if whole_programs(zone) else PIECES
-    kernels("sums_kernel", zone).piece_sums[(-(-count // pieces),)](
-        zone.view(torch.int64),
-        shards,
-        rows,
-        torch.from_numpy(of_row).to(zone.device),
-        torch.frombuffer(names, dtype=torch.int64).to(zone.device),
-        _secret(zone.device),
-        out,
-        count,
-        plane,
-        zone.stride(0) // 8,
-        zone.stride(1) // 8,
-        WORDS=zone.shape[2] // 8,
-        PIECES=pieces,
-    )
+    kernel = kernels("sums_kernel", zone).piece_sums
+    with on(zone):
+        kernel[(-(-count // pieces),)](
+            zone.view(torch.int64),
+            shards,
+            rows,
+            torch.from_numpy(of_row).to(zone.device),
+            torch.frombuffer(names, dtype=torch.int64).to(zone.device),
+            _secret(zone.device),
+            out,
+            count,
+            plane,
+            zone.stride(0) // (8 * unit),
+            zone.stride(1) // (8 * unit),
+            UNIT=unit,
+            WORDS=zone.shape[2] // 8,
+            PIECES=pieces,
+        )
     return out
 
 
@@ -123,7 +128,7 @@ def plane_digests(block_keys: Sequence[bytes], write_ids: Sequence[int], data_su
     heads = torch.frombuffer(names, dtype=torch.int64).reshape(blocks, 5).to(data_sums.device)
     messages = torch.cat([heads, data_sums.T], dim=1).contiguous()
     rows = min(PIECES_MAX, power_of_two(blocks)) if whole_programs(data_sums) else 32
-    kernels("sums_kernel", data_sums).wide_sums[(-(-blocks // rows),)](
-        messages, _secret(data_sums.device), out, blocks, WORDS=5 + k, ROWS=rows
-    )
+    kernel = kernels("sums_kernel", data_sums).wide_sums
+    with on(data_sums):
+        kernel[(-(-blocks // rows),)](messages, _secret(data_sums.device), out, blocks, WORDS=5 + k, ROWS=rows)
     return out

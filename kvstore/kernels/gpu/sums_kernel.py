@@ -146,6 +146,7 @@ def piece_sums(
     plane,
     slot_stride,
     row_stride,
+    UNIT: tl.constexpr,  # words in which the strides are counted: what the compiler may know of alignment
     WORDS: tl.constexpr,
     PIECES: tl.constexpr,
 ):
@@ -166,7 +167,7 @@ def piece_sums(
     seed += _mix(_word(extent, 2, mask), w3, secret, 32, none) + _mix(w5, w6, secret, 48, none)
     seed += _mix(_word(extent, 0, mask), _word(extent, 1, mask), secret, 0, none) + _mix(w7, w8, secret, 16, none)
     seed = _avalanche(seed)
-    base = zone + shard * slot_stride + row * row_stride
+    base = zone + shard * slot_stride * UNIT + row * row_stride * UNIT
     if WORDS <= 16:
         result = _short(base, mask, secret, seed, WORDS)
     elif WORDS <= 30:
