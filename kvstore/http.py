@@ -19,6 +19,7 @@ from typing import Any, Final
 
 REQUEST_SECONDS: Final = 5.0  # for a whole request to come; and again for its answer to be taken
 REQUESTS_MAX: Final = 16
+DISCARD_BYTES: Final = 64 << 10
 ACCEPT_PAUSE_SECONDS: Final = 0.25
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -46,6 +47,25 @@ class Page:
 Pages = Callable[[Request], Page]
 
 
+class ByteBudget:
+    """Bytes that may be in memory at once. Safe to share between threads."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = self.left_bytes = bytes_max
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> bool:
+        with self._lock:
+            if count > self.left_bytes:
+                return False
+            self.left_bytes -= count
+            return True
+
+    def give(self, count: int) -> None:
+        with self._lock:
+            self.left_bytes += count
+
+
 def daemon_pages(ready: Callable[[], Mapping[str, str]], metrics: Callable[[], bytes]) -> Pages:
     """`ready` gives check -> reason it is not passed ("" where it is)."""
 
@@ -68,10 +88,19 @@ def daemon_pages(ready: Callable[[], Mapping[str, str]], metrics: Callable[[], b
 class HttpServer:
     """Answers GET and HEAD from construction on; `pages` is called on many threads."""
 
-    def __init__(self, host: str, port: int, pages: Pages, body_bytes_max: int = 0, requests_max: int | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        pages: Pages,
+        body_bytes_max: int = 0,
+        requests_max: int | None = None,
+        bodies: ByteBudget | None = None,
+    ) -> None:
         """`body_bytes_max`: above 0, POST is answered, too, with bodies of at most so many bytes. `requests_max` (16) are answered at once,
-        more are told 503. Raises OSError where the port cannot be had."""
-        self._server = _Server((host, port), pages, body_bytes_max, requests_max or REQUESTS_MAX)
+        more are told 503; likewise whose body does not fit in `bodies`, which all that are being answered share. Raises OSError where the
+        port cannot be had."""
+        self._server = _Server((host, port), pages, body_bytes_max, requests_max or REQUESTS_MAX, bodies)
         self._host = host
         self.port = int(self._server.server_address[1])
         self._closing = False
@@ -101,8 +130,9 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
     request_queue_size = 128  # with the 5 of the library a burst of scrapes would wait a second for its connections
 
-    def __init__(self, address: tuple[str, int], pages: Pages, body_bytes_max: int, requests_max: int) -> None:
+    def __init__(self, address: tuple[str, int], pages: Pages, body_bytes_max: int, requests_max: int, bodies: ByteBudget | None) -> None:
         self.pages, self.body_bytes_max = pages, body_bytes_max
+        self.bodies = bodies or ByteBudget(requests_max * body_bytes_max)
         self.slots = threading.BoundedSemaphore(requests_max)
         super().__init__(address, _Handler)
 
@@ -178,9 +208,21 @@ class _Handler(BaseHTTPRequestHandler):
         if len(length) > 18 or int(length) > self.server.body_bytes_max:
             self._send(Page(f"at most {self.server.body_bytes_max} bytes\n".encode(), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE))
             return
-        body = self.rfile.read(int(length))
+        if not self.server.bodies.take(int(length)):
+            left = int(length)  # is read all the same: an answer to somebody who still sends is lost
+            while left > 0 and (part := self.rfile.read(min(left, DISCARD_BYTES))):
+                left -= len(part)
+            busy = Page(b"too many bytes are being answered\n", status=HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "1"})
+            self._send(busy)
+            return
+        try:
+            self._send_of(self.rfile.read(int(length)), int(length))
+        finally:
+            self.server.bodies.give(int(length))
+
+    def _send_of(self, body: bytes, length: int) -> None:
         path, _, query = self.path.partition("?")
-        if len(body) == int(length):
+        if len(body) == length:
             request = Request(path, query, self.headers.get("Host", ""), "POST", self.headers.get("Content-Type", ""), body)
             self._send(self.server.pages(request))
 

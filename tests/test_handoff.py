@@ -127,6 +127,25 @@ def test_streams_and_parts_of_any_number(streams: int, part_bytes: int) -> None:
         assert {name: bytes(arrival.section(name) or b"") for name in sections} == sections
 
 
+def test_a_handoff_outlives_its_idle_streams_and_pools_close_what_nobody_uses() -> None:
+    """Prefill may be silent for minutes: the stream of the offer stays, the others may be closed."""
+    sections = sections_of(3, 50_000)
+    config = PeerConfig(idle_seconds=0.4)
+    inbox = HandoffInbox(64 << 20)
+    server = PeerServer("127.0.0.1", 0, handoffs=inbox, config=config)
+    with Peers(config=config) as peers:
+        sender = started(peers, server.address, sections, streams=3)
+        until(lambda: server.stats()["connections"] == 1, "the end of two idle streams")
+        assert server.stats()["idle"] == 2
+        for name, data in sections.items():
+            sender.put(name, data)
+        assert sender.commit(WAIT_SECONDS) is HandoffOutcome.DONE
+        arrival = inbox.take()
+        assert arrival is not None and arrival.section("rows.0") == sections["rows.0"]
+        until(lambda: (peers.close_idle(), peers.stats()["connections"] == 0)[1], "the end of the pooled one")
+    server.close()
+
+
 # --- who refuses ---
 
 

@@ -12,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -368,3 +369,45 @@ def test_a_new_epoch_is_taken_while_it_serves_and_a_bad_map_is_not(rig: Rig, tmp
     finally:
         service.request_stop()
         service.serve_until_stopped()
+
+
+def test_what_many_large_questions_took_is_bounded_and_given_back(rig: Rig) -> None:
+    """Twelve at once of 0.4 million tokens: 3 MB of JSON each, 20 as numbers. Those for which there is no room are told so."""
+    path = str(rig.files / "cluster" / "map.toml")
+    words = (
+        "-m",
+        "kvstore",
+        "lookup-service",
+        "--map",
+        path,
+        "--model",
+        str(rig.files / "tiny.toml"),
+        "--ticket-key",
+        str(rig.files / "key"),
+    )
+    with child(*words, "--listen", "127.0.0.1:0", "--deadline", "5s") as process:
+        facts = json.loads(line_of(process).partition(" ")[2])
+        body = json.dumps({"tokens": random.Random(1).choices(range(1 << 17), k=400_000)}).encode()
+
+        def memory(name: str) -> int:
+            lines = Path(f"/proc/{facts['pid']}/status").read_text().splitlines()
+            return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+
+        def ask(_: int) -> int:
+            request = urllib.request.Request(f"http://{facts['http']}/v1/lookup", body, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return int(answer.status)
+            except urllib.error.HTTPError as error:
+                error.close()
+                return error.code
+            except OSError:  # a busy machine, which did not take the body in 5 s
+                return 0
+
+        until(lambda: ask(0) == 200, "the first answer")
+        before = memory("VmRSS")
+        with ThreadPoolExecutor(12) as pool:
+            told = list(pool.map(ask, range(12)))
+        assert set(told) <= {200, 503, 0}
+        assert memory("VmHWM") < before + (250 << 20)
+        until(lambda: memory("VmRSS") < before + (64 << 20), "the memory")

@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from kvstore.errors import KeyFormatError, KvstoreError, ProtocolError
-from kvstore.http import Page, Request
+from kvstore.http import ByteBudget, Page, Request
 from kvstore.metrics_lookup import LookupCounters
 from kvstore.owners import DEFAULT
 from kvstore.server.lookup import Answer, Lookups, Question, keys_from
@@ -24,6 +24,9 @@ from kvstore.server.proto import lookup_pb2, lookup_pb2_grpc
 PATH: Final = "/v1/lookup"
 RUNNING_MAX: Final = 32
 BODY_BYTES_MAX: Final = 16 << 20  # 10^6 tokens are 4 MB of binary, 5 MB of varints, 8 MB of JSON
+CALL_BYTES_MAX: Final = 8 << 20  # of a gRPC question, which is in memory before anybody looks at it
+QUESTIONS_BYTES_MAX: Final = 32 << 20  # of all that are being answered: as tokens they take six times that
+LARGE_BYTES: Final = 1 << 20  # what such a question took is given back to the system when no more come
 _FIELDS: Final = {"tenant": str, "retention_class": str, "depth_max": int, "input_tokens": int, "deadline_seconds": float}
 
 
@@ -32,6 +35,11 @@ class Faces:
 
     def __init__(self, lookups: Lookups, counters: LookupCounters, running_max: int = RUNNING_MAX) -> None:
         self.lookups, self.counters, self.running_max = lookups, counters, running_max
+        self.bytes = ByteBudget(QUESTIONS_BYTES_MAX)
+        self.were_large = False  # questions since this was last set
+
+    def took(self, question_bytes: int) -> None:
+        self.were_large |= question_bytes >= LARGE_BYTES
 
     def ask(self, face: str, question: Question) -> Answer | None:
         """None: too many at once. Raises what Lookups.ask does."""
@@ -56,6 +64,7 @@ class Faces:
         """Of POST /v1/lookup: JSON, or tokens as u32 LE with the other fields in the query."""
         if request.method != "POST":
             return _refused("POST a prompt here", HTTPStatus.METHOD_NOT_ALLOWED)
+        self.took(len(request.body))
         try:
             answer = self.ask("http", self._question(request))
         except (ProtocolError, KeyFormatError) as error:
@@ -91,6 +100,16 @@ class _Servicer(lookup_pb2_grpc.LookupServicer):
         self._faces = faces
 
     def Lookup(self, request: lookup_pb2.LookupRequest, context: Any) -> lookup_pb2.LookupReply:
+        size = request.ByteSize()
+        if not self._faces.bytes.take(size):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"questions of {QUESTIONS_BYTES_MAX} bytes are being answered")
+        try:
+            self._faces.took(size)
+            return self._answer(request, context)
+        finally:
+            self._faces.bytes.give(size)
+
+    def _answer(self, request: lookup_pb2.LookupRequest, context: Any) -> lookup_pb2.LookupReply:
         try:
             keys = keys_from(request.keys) if request.keys else None
             question = Question(

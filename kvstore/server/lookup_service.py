@@ -16,11 +16,12 @@ from kvstore.daemon import address_text, run_daemon
 from kvstore.errors import ConfigError, KvstoreError
 from kvstore.http import REQUESTS_MAX, HttpServer, Page, Request, daemon_pages
 from kvstore.mapfile import LOOK_SECONDS, MapFile
+from kvstore.memory import give_back
 from kvstore.metrics_lookup import LookupCounters
 from kvstore.modelcard import ModelCard
 from kvstore.server.log import Log
 from kvstore.server.lookup import DIRECTORY_SECONDS, TOKENS_MAX, Lookups, load_tenants
-from kvstore.server.lookup_faces import BODY_BYTES_MAX, PATH, RUNNING_MAX, Faces
+from kvstore.server.lookup_faces import BODY_BYTES_MAX, CALL_BYTES_MAX, PATH, RUNNING_MAX, Faces
 from kvstore.server.ports import port_fault
 from kvstore.version import version
 
@@ -62,6 +63,7 @@ class LookupService:
         self.log = Log("lookup-service")
         self._lookups: Lookups | None = None
         self._map_file: MapFile | None = None
+        self._faces: Faces | None = None
         self._http: HttpServer | None = None
         self._control: HealthServer | None = None
         self._stop = threading.Event()
@@ -87,7 +89,7 @@ class LookupService:
             cluster_map, card, ticket_key=read_ticket_key(config.ticket_key_path, "E198"), tenants=tenants, directories=config.directories,
             directory_seconds=config.directory_seconds, deadline_seconds=config.deadline_seconds, tokens_max=config.tokens_max,
         )  # fmt: skip
-        faces = Faces(self._lookups, self.counters, config.running_max)
+        self._faces = faces = Faces(self._lookups, self.counters, config.running_max)
         registry = self.counters.registry()
 
         def metrics() -> bytes:
@@ -103,10 +105,10 @@ class LookupService:
             return probes(request) if request.method == "GET" else Page(b"read-only\n", status=HTTPStatus.METHOD_NOT_ALLOWED)
 
         with port_fault(config.host, config.http_port, "--http-port"):
-            self._http = HttpServer(config.host, config.http_port, pages, BODY_BYTES_MAX, REQUESTS_MAX + config.running_max)
+            self._http = HttpServer(config.host, config.http_port, pages, BODY_BYTES_MAX, REQUESTS_MAX + config.running_max, faces.bytes)
         with port_fault(config.host, config.port, "--listen", "HOST:PORT"):
             self._control = HealthServer(
-                config.host, config.port, SERVICE, faces.add_to, workers=config.running_max, request_bytes_max=BODY_BYTES_MAX
+                config.host, config.port, SERVICE, faces.add_to, workers=config.running_max, request_bytes_max=CALL_BYTES_MAX
             )
         self._control.start()
         self._control.set_ready(True)
@@ -155,6 +157,9 @@ class LookupService:
         """Returns the exit code. Questions that are being answered are finished."""
         while not self._stop.wait(LOOK_SECONDS):
             self.look_at_map()
+            if self._faces is not None and self._faces.were_large and not self.counters.running:
+                self._faces.were_large = False
+                give_back()
         if self._control:
             self._control.set_ready(False)
         self._close()

@@ -94,7 +94,7 @@ class Agent:
             if reachable(self.address, asks):
                 self.finder.address = self.address
             if self.directory is not None and self.finder.address != HERE:
-                self._teller = Teller(self.directory, self.address, self._presence if clock is None else b"")
+                self._teller = Teller(self.directory, self.address, self._presence if clock is None else b"", self.peers.close_idle)
                 stack.callback(self._teller.close, config.close_seconds)
             self._made = stack.pop_all()
         self._lock = threading.Lock()

@@ -71,7 +71,7 @@ class PeerConfig:
     connections_max: int = 256  # taken from others; past it they are told BUSY
     bytes_out_max: int = 256 << 20  # entries on their way to others; past it they are told BUSY
     progress_seconds: float = 3.0  # a peer that moves less than 16 KiB in that time while it owes something is cut
-    idle_seconds: float = 300.0  # a connection without requests
+    idle_seconds: float = 60.0  # a connection without requests, on which no handoff is on its way
     silence_seconds: float = 0.02  # a holder that has not begun to answer by then counts as dead ...
     pause_seconds: float = 5.0  # ... and is not asked for so long
     connections_per_peer: int = 8  # kept open towards one agent for the next call

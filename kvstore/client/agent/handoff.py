@@ -56,6 +56,10 @@ _REFUSALS: Final = {
 }  # fmt: skip
 
 
+class _Resting(Exception):
+    """A stream ended while it had nothing to send and nothing to hear."""
+
+
 class _Countdown:
     """Calls `then` once, when all parts of a section have been sent or given up."""
 
@@ -160,7 +164,8 @@ class HandoffSender:
         self._sent_bytes = 0
         self._outcome: HandoffOutcome | None = None
         self._open = len(connections)
-        self._connections = connections  # the first one owns the handoff there
+        self._connections = connections
+        self._control = connections[0]  # owns the handoff there
         self._threads = [threading.Thread(target=self._run, args=(c,), name="kvstore-handoff", daemon=True) for c in connections]
         for thread in self._threads:
             thread.start()
@@ -255,7 +260,7 @@ class HandoffSender:
         return self._outcome
 
     def _ask(self, request: bytes, end: float) -> HandoffOutcome:
-        control = self._connections[0]
+        control = self._control
         try:
             control.settimeout(max(0.001, end - time.monotonic()))
             control.sendall(request)
@@ -302,6 +307,8 @@ class HandoffSender:
                     unanswered = 0
                 elif job is None:
                     break
+        except _Resting:
+            pass  # the other side closed a stream that had nothing to do; the first one says whether it lives
         except (OSError, EOFError, ProtocolError):
             self._end(HandoffOutcome.LOST)
         with self._changed:
@@ -309,17 +316,20 @@ class HandoffSender:
             self._changed.notify_all()
 
     def _next(self, connection: socket.socket, wait: bool) -> _Job | None:
-        """None: nothing to send now, or with `wait` ever again. Raises EOFError where the other side goes while we wait."""
+        """None: nothing to send now, or with `wait` ever again. Raises EOFError where the other side goes while we wait,
+        _Resting where only this stream does."""
         gone = select.poll()
         gone.register(connection, select.POLLIN | select.POLLRDHUP)
         while True:
+            if wait and connection is not self._control and gone.poll(0):
+                raise _Resting
             with self._changed:
                 if self._jobs:
                     return self._jobs.popleft()
                 if not wait or self._ending or self._outcome is not None:
                     return None
                 self._changed.wait(LOOK_SECONDS)
-            if gone.poll(0):
+            if connection is self._control and gone.poll(0):
                 raise EOFError("the other side ended the handoff")
 
     def _send(self, connection: socket.socket, job: _Job) -> None:

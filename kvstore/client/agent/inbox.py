@@ -280,6 +280,9 @@ class HandoffInbox:
         self._lose([arrival], "lost")
         return Status.OK
 
+    def owed(self, link: object) -> bool:
+        return any(arrival._link is link for arrival in self._listed())
+
     def gone(self, link: object) -> None:
         self._lose([arrival for arrival in self._listed() if arrival._link is link], "lost")
 

@@ -47,6 +47,10 @@ class HandoffSink(Protocol):
     def unplaced(self, handoff_id: bytes, section: int, part: int) -> None: ...
     def commit(self, handoff_id: bytes, digest: bytes) -> Status: ...
     def abort(self, handoff_id: bytes) -> Status: ...
+    def owed(self, link: object) -> bool:
+        """Is a handoff that was offered on this connection still on its way?"""
+        ...
+
     def gone(self, link: object) -> None:
         """A connection has ended, perhaps that of an offer."""
         ...
@@ -252,7 +256,10 @@ class _Link:
             limit = config.progress_seconds
             if self.moved >= PROGRESS_BYTES:
                 self.moved, self.since = 0, now
-        return now - self.since > limit
+        if now - self.since <= limit:
+            return False
+        sink = self.server.handoffs
+        return not (self.between and not self.out and sink is not None and sink.owed(self))  # its parts may come on others
 
     def rest(self) -> None:
         """The peer owes nothing until its next request."""

@@ -230,6 +230,19 @@ class Peers:
                 return
         self.drop(connection)
 
+    def close_idle(self) -> None:
+        """Closes connections that nobody has used for half of `idle_seconds`: the other side is about to, or has."""
+        stale = []
+        with self._lock:
+            now = time.monotonic()
+            for address, waiting in list(self._idle.items()):
+                while waiting and now - waiting[0][1] >= self.config.idle_seconds / 2:
+                    stale.append(waiting.popleft()[0])
+                if not waiting:
+                    del self._idle[address]
+        for connection in stale:
+            self.drop(connection)
+
     def drop(self, connection: socket.socket) -> None:
         """Ends what `connect` gave."""
         connection.close()

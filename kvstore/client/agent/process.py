@@ -54,6 +54,8 @@ from kvstore.version import version
 CONTROLS_MAX: Final = 4  # connections beside the workers': status, drain
 POLL_SECONDS: Final = 0.2
 NAMED_TRIES: Final = 4
+CONNECTIONS_MAX: Final = 1024  # for bulk, to all nodes; a load takes up to twelve
+IDLE_SECONDS: Final = 15.0  # after a burst they are closed
 CONTROL_SECONDS: Final = 2.0  # what a `kvstore agent drain` may take to read its answer
 
 
@@ -261,7 +263,10 @@ class AgentProcess:
 
     def _agent(self, kind: Hello) -> Agent:
         config = self.config
-        own = ClientConfig(block_tokens=kind.block_tokens, close_seconds=1.0)  # a drain has waited already
+        own = ClientConfig(
+            block_tokens=kind.block_tokens, close_seconds=1.0,  # a drain has waited already
+            bulk_connections_max=CONNECTIONS_MAX // config.kinds_max, idle_timeout_seconds=IDLE_SECONDS,
+        )  # fmt: skip
         if self._ticket_key:
             own = replace(own, ticket_key=self._ticket_key)
         client = Client(self.map, layout=kind.layout, config=own, owner=kind.owner, kv_group=kind.kv_group, ram=self.ram)
@@ -387,6 +392,8 @@ class AgentProcess:
         """Returns the exit code: 0 after a drain in which nothing was cut off, else 1."""
         while not self._wake.wait(LOOK_SECONDS):
             self.look_at_map()
+            for agent in self.agents:
+                agent.peers.close_idle()
         drained = self.drain(self._drain_seconds, self._drain_to)
         self.close()
         return 0 if drained.finished else 1

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -42,8 +43,9 @@ def presence_key(layout_digest: bytes) -> bytes:
 class Teller:
     """Speaks for one agent. One thread, from the first word on; `close()` ends it."""
 
-    def __init__(self, directory: DirectoryClient, address: str, presence: bytes = b"") -> None:
-        """`presence`: presence_key; b"": does not say that it is there."""
+    def __init__(self, directory: DirectoryClient, address: str, presence: bytes = b"", tick: Callable[[], None] = lambda: None) -> None:
+        """`presence`: presence_key; b"": does not say that it is there. `tick`: called whenever it does."""
+        self._tick = tick
         self._presence, self._presence_due = presence, 0.0
         self._directory = directory
         self._address = address
@@ -106,6 +108,7 @@ class Teller:
                 if self._presence and time.monotonic() >= self._presence_due:
                     self._presence_due = time.monotonic() + PRESENCE_SECONDS
                     self._words[self._presence] = Word.KEPT
+                    self._tick()
                 self._changed.wait_for(lambda: self._hurry or self._stopping or len(self._words) >= KEYS_AT_ONCE, LINGER_SECONDS)
                 if self._stopping:
                     return
