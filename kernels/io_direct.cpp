@@ -58,7 +58,7 @@ void SpanCache::drop(std::list<std::shared_ptr<const Span>>::iterator it) {
 DirectService::DirectService(ServerShared& s)
     : shared(s),
       beside_page_cache(s.config.io == "auto"),
-      arena(s.config.read_arena_bytes + (beside_page_cache ? 0 : s.config.read_cache_bytes)),
+      memory(s.config.read_arena_bytes + (beside_page_cache ? 0 : s.config.read_cache_bytes)),
       cache(beside_page_cache ? 0 : s.config.read_cache_bytes) {
   const int error = io_uring_queue_init(s.config.read_depth + 1, &ring_, 0);
   if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_setup");
@@ -90,8 +90,8 @@ void DirectService::stop() {
 }
 
 Arena::Buffer DirectService::take(uint64_t bytes) {
-  Arena::Buffer buffer = arena.take(bytes);
-  while (!buffer && cache.drop_oldest()) buffer = arena.take(bytes);
+  Arena::Buffer buffer = memory.take(bytes);
+  while (!buffer && cache.drop_oldest()) buffer = memory.take(bytes);
   return buffer;
 }
 
@@ -218,8 +218,10 @@ class Direct final : public ReadEngine {
     status = e.status;
     if (status == Status::OK) status = locate(e, job->items[item].plane, at, bytes);
     if (status != Status::OK) return Fetch::READY;
-    if (extra.runs.empty()) plan_ahead(job);
-    Run& run = extra.runs.front();   // items without a run were answered above, so this is the item's
+    Run* found = run_of(extra, item);
+    if (!found) plan_ahead(job);
+    if (!found && !(found = run_of(extra, item))) return Fetch::LATER;
+    Run& run = *found;
     if (run.fell_back) return buffered_->fetch(job, item, status, source);
     if (run.read) {
       uint32_t pending = DiskRead::PENDING;
@@ -265,6 +267,13 @@ class Direct final : public ReadEngine {
   }
 
  private:
+  // Items without a run were answered without one, so the first run that ends there or later is the item's.
+  static Run* run_of(DirectJob& extra, uint32_t item) {
+    for (Run& run : extra.runs)
+      if (item <= run.last) return &run;
+    return nullptr;
+  }
+
   // Plans and submits until the window is full or the extents are not open yet.
   void plan_ahead(const std::shared_ptr<ReadJob>& job) {
     auto& extra = static_cast<DirectJob&>(*job->extra);

@@ -77,6 +77,7 @@ class DirectService final : public ReadService {
   ~DirectService() override { stop(); }
   std::unique_ptr<ReadEngine> engine(Wake wake) override;
   void stop() override;
+  const Arena* arena() const override { return &memory; }
 
   void submit(std::shared_ptr<DiskRead> read);
   Arena::Buffer take(uint64_t bytes);             // drops from the cache as needed; empty: all in use
@@ -84,7 +85,7 @@ class DirectService final : public ReadService {
   ServerShared& shared;
   const bool beside_page_cache;                   // the engine "auto"
   Seen seen;                                      // records read from disk, for "auto"
-  Arena arena;
+  Arena memory;
   SpanCache cache;
 
  private:

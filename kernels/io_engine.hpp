@@ -4,7 +4,8 @@
 //   opened(job, first, last)   extents [first, last) of the job were just opened: fetching may begin
 //   fetch(job, i)              READY: the item's status is known and, if OK, `source` tells where its piece is now
 //                              WAIT: the loop will get READ_DONE for the connection; ask again then
-//   sent(job, i)               the piece is in the socket; its memory may go
+//                              LATER: when more of what was fetched is sent (only where many items are fetched ahead of sent(), as RDMA does)
+//   sent(job, i)               the piece is in the socket, or with the peer; its memory may go. In order
 //   finished(job)              all items are sent
 // A job that is dropped early (its connection died) simply goes: what is still in flight keeps what it needs.
 #pragma once
@@ -63,7 +64,7 @@ struct ReadJob {
   void close_extent(ExtentRead& e);   // its last item is sent
 };
 
-enum class Fetch : uint8_t { READY, WAIT };
+enum class Fetch : uint8_t { READY, WAIT, LATER };
 
 class ReadEngine {
  public:
@@ -80,6 +81,7 @@ class ReadService {
   virtual ~ReadService() = default;
   virtual std::unique_ptr<ReadEngine> engine(Wake wake) = 0;
   virtual void stop() {}
+  virtual const Arena* arena() const { return nullptr; }   // where its sources in memory lie, for devices to know it
 };
 
 std::unique_ptr<ReadService> buffered_reads();

@@ -12,6 +12,7 @@
 #include "server_bind.hpp"
 #include "server_bulk.hpp"
 #include "server_small.hpp"
+#include "server_verbs.hpp"
 #include "server_write.hpp"
 
 namespace nb = nanobind;
@@ -25,6 +26,16 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
     reads_ = buffered_reads();
     io_ = "buffered";
   }
+  if (config.rdma_device != "off") {
+    try {
+      verbs_ = std::make_unique<VerbsServer>(config);
+      shared_.verbs = verbs_.get();
+      if (const Arena* arena = reads_->arena()) verbs_->share(*arena);
+    } catch (const verbs::Fault& fault) {
+      if (config.rdma_device != "auto") throw;
+      drop_verbs(fault);
+    }
+  }
   port_ = config.port;
   const int listener = listen_on(config.host, port_, config.congestion_control);
   std::vector<BulkLoop*> loops;
@@ -33,6 +44,13 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
     for (uint32_t i = 0; i < config.bulk_threads; i++) {
       bulk_.push_back(std::make_unique<BulkLoop>(shared_, *reads_, *putter_));
       loops.push_back(bulk_.back().get());
+    }
+    try {
+      for (auto& b : bulk_)
+        if (verbs_) b->share_pool();
+    } catch (const verbs::Fault& fault) {
+      if (config.rdma_device != "auto") throw;
+      drop_verbs(fault);
     }
     small_ = std::make_unique<SmallLoop>(shared_, listener, loops);
   } catch (...) {
@@ -44,6 +62,14 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
 }
 
 Server::~Server() { stop(); }
+
+void Server::drop_verbs(const verbs::Fault& why) {
+  rdma_note_ = std::string(why.code) + " " + why.what();
+  shared_.verbs = nullptr;
+  verbs_.reset();
+}
+
+std::string Server::rdma() const { return verbs_ ? verbs_->device->name : ""; }
 
 bool Server::drain(double timeout_seconds) {
   if (!small_) return true;
@@ -66,6 +92,7 @@ void Server::stop() {
   if (putter_) putter_->stop();
   for (auto& b : bulk_) b->stop();
   if (reads_) reads_->stop();
+  if (verbs_) verbs_->close();
   small_.reset();
   bulk_.clear();
   putter_.reset();
@@ -83,6 +110,13 @@ nb::dict stats_of(Server& server) {
       {"reads_cached", &s.reads_cached}, {"reads_fell_back", &s.reads_fell_back}};
   for (auto& [name, c] : singles) d[name] = c->load(std::memory_order_relaxed);
   d["read_head_bytes_max"] = server.shared().config.read_head_bytes_max;
+  d["verbs_opened"] = s.verbs_opened.load(std::memory_order_relaxed);
+  d["verbs_refused"] = s.verbs_refused.load(std::memory_order_relaxed);
+  d["verbs_failed"] = s.verbs_failed.load(std::memory_order_relaxed);
+  d["verbs_bytes"] = s.verbs_bytes.load(std::memory_order_relaxed);
+  const VerbsServer* verbs = server.shared().verbs;
+  d["verbs_queue_pairs"] = verbs ? verbs->device->queue_pairs.load() : 0;
+  d["verbs_registered_bytes"] = verbs ? verbs->device->registered_bytes.load() : 0;
   d["write_arena_used_bytes"] = server.shared().arena.used_bytes();
   return d;
 }
@@ -98,7 +132,8 @@ void bind_server(nb::module_& m) {
           [](Server* self, Store& store, const std::string& host, uint16_t port, nb::bytes cluster16, uint64_t epoch, uint32_t bucket_seconds,
              const std::string& io, uint32_t bulk_threads, uint32_t write_threads, uint32_t connections_max, uint64_t write_arena_bytes,
              uint64_t connection_bytes_max, uint64_t read_head_bytes_max, uint64_t read_arena_bytes, uint64_t read_cache_bytes,
-             uint32_t read_depth, double idle_timeout_seconds, double progress_timeout_seconds, const std::string& congestion_control) {
+             uint32_t read_depth, double idle_timeout_seconds, double progress_timeout_seconds, const std::string& congestion_control,
+             const std::string& rdma_device, uint64_t rdma_pool_bytes, uint32_t rdma_pairs_max) {
             ServerConfig c;
             if (cluster16.size() != c.cluster.size()) throw nb::value_error("cluster16: 16 bytes needed");
             if (io != "auto" && io != "buffered" && io != "direct") throw nb::value_error("io: auto, buffered or direct");
@@ -124,12 +159,19 @@ void bind_server(nb::module_& m) {
             c.idle_ms = uint32_t(idle_timeout_seconds * 1000);
             c.congestion_control = congestion_control;
             c.progress_ms = uint32_t(progress_timeout_seconds * 1000);
+            c.rdma_device = rdma_device;
+            c.rdma_pool_bytes = rdma_pool_bytes;
+            c.rdma_pairs_max = rdma_pairs_max;
             try {
               nb::gil_scoped_release unlocked;
               new (self) Server(store, c);
             } catch (const std::system_error& e) {
               errno = e.code().value();
               PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.what());
+              throw nb::python_error();
+            } catch (const verbs::Fault& f) {
+              nb::object type = nb::module_::import_("kvstore.errors").attr("ConfigError");
+              PyErr_SetObject(type.ptr(), nb::object(type(f.code, f.place, f.cause, f.fix)).ptr());
               throw nb::python_error();
             }
           },
@@ -138,11 +180,14 @@ void bind_server(nb::module_& m) {
           nb::arg("connections_max") = 4096, nb::arg("write_arena_bytes") = 96ull << 20, nb::arg("connection_bytes_max") = 16ull << 20,
           nb::arg("read_head_bytes_max") = 64ull << 20, nb::arg("read_arena_bytes") = 32ull << 20, nb::arg("read_cache_bytes") = 64ull << 20,
           nb::arg("read_depth") = 2, nb::arg("idle_timeout_seconds") = 300.0, nb::arg("progress_timeout_seconds") = 3.0,
-          nb::arg("congestion_control") = "", nb::keep_alive<1, 2>())
+          nb::arg("congestion_control") = "", nb::arg("rdma_device") = "off", nb::arg("rdma_pool_bytes") = 16ull << 20,
+          nb::arg("rdma_pairs_max") = 1024, nb::keep_alive<1, 2>())
       .def_prop_ro("port", &Server::port)
       .def_prop_ro("boot_id", &Server::boot_id)
       .def_prop_ro("io", [](Server& s) { return s.io(); })
       .def_prop_ro("io_note", [](Server& s) { return s.io_note(); })
+      .def_prop_ro("rdma", [](Server& s) { return s.rdma(); })
+      .def_prop_ro("rdma_note", [](Server& s) { return s.rdma_note(); })
       .def("set_epoch", &Server::set_epoch, nb::arg("epoch"))
       .def("drain", &Server::drain, nb::arg("timeout_seconds"), nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &Server::stop, nb::call_guard<nb::gil_scoped_release>())

@@ -26,6 +26,9 @@ struct ServerConfig : FrontConfig {
   uint64_t read_head_bytes_max = 64ull << 20;     // heads and checks held for READs, all connections; past it BUSY items
   uint64_t read_arena_bytes = 32ull << 20;        // direct engine: reads in flight or not yet sent
   uint64_t read_cache_bytes = 64ull << 20;        // direct engine: what was read twice
+  std::string rdma_device = "off";                // or "auto", or a name
+  uint64_t rdma_pool_bytes = 16ull << 20;         // registered: through it goes what lies outside the direct engine's memory
+  uint32_t rdma_pairs_max = 1024;                 // queue pairs; past it BUSY, and the client stays on TCP
   uint32_t read_depth = 2;                        // direct engine: reads at the disk at once (deeper was slower: 12 daemons share it)
 };
 
@@ -33,6 +36,10 @@ class ReadService;
 class Putter;
 class SmallLoop;
 class BulkLoop;
+class VerbsServer;
+namespace verbs {
+class Fault;
+}
 
 // What all threads of a server share. Nothing in it changes after start but the atomics.
 struct ServerShared : FrontShared {
@@ -40,12 +47,14 @@ struct ServerShared : FrontShared {
   Store& store;
   const ServerConfig config;
   Arena arena;
+  VerbsServer* verbs = nullptr;              // null: no RDMA
   std::atomic<uint64_t> read_ask_bytes{0};   // held for READ requests: what they ask for
 };
 
 class Server {
  public:
-  // Binds, listens and starts the threads. std::system_error with the bind's errno; the store must outlive this.
+  // Binds, listens and starts the threads. std::system_error with the bind's errno; verbs::Fault where a device was named that cannot be
+  // had. The store must outlive this.
   Server(Store& store, const ServerConfig& config);
   ~Server();   // stop()
 
@@ -53,6 +62,8 @@ class Server {
   uint64_t boot_id() const { return shared_.boot_id; }
   const std::string& io() const { return io_; }             // the engine in use
   const std::string& io_note() const { return io_note_; }   // why not the one asked for; else empty
+  std::string rdma() const;                                 // the device in use; else empty
+  const std::string& rdma_note() const { return rdma_note_; }   // why none, code first; else empty
   ServerShared& shared() { return shared_; }
   void set_epoch(uint64_t epoch) { shared_.epoch.store(epoch); }
   // Stops accepting, answers DRAINING to all but READ, waits until nothing is in flight. False: the time was over first.
@@ -60,9 +71,11 @@ class Server {
   void stop();   // closes every connection, ends the threads; harmless twice
 
  private:
+  void drop_verbs(const verbs::Fault& why);
   ServerShared shared_;
   uint16_t port_ = 0;
-  std::string io_, io_note_;
+  std::string io_, io_note_, rdma_note_;
+  std::unique_ptr<VerbsServer> verbs_;
   std::unique_ptr<ReadService> reads_;
   std::unique_ptr<Putter> putter_;
   std::vector<std::unique_ptr<BulkLoop>> bulk_;

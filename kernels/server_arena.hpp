@@ -68,7 +68,7 @@ class Arena {
     }
     return Buffer();
   }
-  // Gives memory of quiet times back to the system; called now and then by whoever has a timer.
+  // Gives memory of quiet times back to the system; called now and then by whoever has a timer. Never where a device knows the pages.
   void trim() {
     std::lock_guard lock(mutex_);
     if (used_ || touched_ <= KEPT_BYTES) return;
@@ -80,6 +80,7 @@ class Arena {
     return used_;
   }
   uint64_t capacity_bytes() const { return bytes_; }
+  uint8_t* base() const { return base_; }
 
  private:
   void give_back(uint64_t at, uint64_t bytes) {

@@ -32,20 +32,27 @@ BulkLoop::BulkLoop(ServerShared& shared, ReadService& reads, Putter& putter) : L
 Loop::Turn BulkLoop::serve(Conn& conn) {
   BulkState& b = *conn.bulk;
   int64_t budget = TURN_BYTES;
+  if (b.verbs && !reap(conn)) {
+    add(shared_.stats.verbs_failed);
+    return Turn::CLOSE;
+  }
   while (budget > 0) {
     const Step sent = send_some(conn, budget);
     if (sent == Step::DEAD) return Turn::CLOSE;
     if (conn.phase >= Phase::CLOSING) return finish(conn);
     const Step received = receive_some(conn, budget);
     if (received == Step::DEAD) return Turn::CLOSE;
-    if (conn.eof && b.requests.empty() && !conn.pending()) return Turn::CLOSE;
+    if (conn.eof && (b.verbs || b.requests.empty()) && !conn.pending()) return Turn::CLOSE;
+    if (b.verbs && conn.hangup) return Turn::CLOSE;   // what it asked for it will not take
     if (sent == Step::STUCK && received == Step::STUCK) return Turn::REST;
   }
   return Turn::AGAIN;
 }
 
 void BulkLoop::on_message(Message& m) {
+  if (m.kind == Message::Kind::WAKE) wake_hungry();
   Conn* conn = find(m.conn);
+  if (m.kind == Message::Kind::VERBS_READY) on_verbs_ready(conn, m);
   if (!conn) return;
   BulkState& b = *conn->bulk;
   if (m.kind == Message::Kind::PUT_DONE) {
@@ -64,6 +71,7 @@ void BulkLoop::on_message(Message& m) {
 }
 
 void BulkLoop::on_closed(Conn& conn) {
+  end_verbs(conn);
   for (auto& r : conn.bulk->requests) {
     sub(shared_.stats.queued[uint32_t(op_of(r.header.verb))]);
     if (r.read) r.read->dropped.store(true);
@@ -74,6 +82,7 @@ void BulkLoop::on_closed(Conn& conn) {
 bool BulkLoop::owes(const Conn& conn) const {
   const BulkState& b = *conn.bulk;
   if (conn.pending() || b.tail.bytes) return true;                       // room
+  if (b.verbs && (b.verbs->starved || !b.verbs->posted.empty())) return true;   // credits, or acknowledgements
   if (!b.requests.empty() && !wants_input(conn)) return false;           // our turn
   return b.input != BulkState::Input::HEADER ? b.input != BulkState::Input::STOPPED : b.got > 0;   // the rest of a frame
 }
@@ -96,12 +105,19 @@ BulkLoop::Step BulkLoop::send_some(Conn& conn, int64_t& budget) {
     BulkRequest& front = b.requests.front();
     if (!front.read) {
       if (!front.done) break;
-      append_bare(conn.out, front.header, front.status, front.status == Status::STALE_MAP ? uint32_t(shared_.epoch.load()) : 0);
+      if (front.verbs_reply) {
+        const auto* p = reinterpret_cast<const uint8_t*>(&*front.verbs_reply);
+        append_header(conn.out, front.header, wire::Kind::REPLY, Status::OK, sizeof(wire::VerbsOpen), wire::body_check(p, sizeof(wire::VerbsOpen)), 0);
+        conn.out.insert(conn.out.end(), p, p + sizeof(wire::VerbsOpen));
+      } else {
+        append_bare(conn.out, front.header, front.status, front.status == Status::STALE_MAP ? uint32_t(shared_.epoch.load()) : 0);
+      }
       answered(conn);
       moved = true;
       continue;
     }
-    const Step step = send_items(conn, front, budget);
+    const bool by_rdma = wire::Verb(front.header.verb) == wire::Verb::VERBS_READ;
+    const Step step = by_rdma ? write_items(conn, front, budget) : send_items(conn, front, budget);
     if (step == Step::DEAD) return step;
     if (step == Step::STUCK) break;
     moved = true;
@@ -136,7 +152,7 @@ BulkLoop::Step BulkLoop::send_items(Conn& conn, BulkRequest& request, int64_t& b
   if (job.opened <= extent) return Step::MOVED;   // the turn went into opening
   Status status = Status::OK;
   Source source;
-  if (engine_->fetch(request.read, job.next, status, source) == Fetch::WAIT) {
+  if (engine_->fetch(request.read, job.next, status, source) != Fetch::READY) {   // one at a time: never LATER
     b.waiting = true;
     return Step::STUCK;
   }
@@ -300,7 +316,8 @@ BulkLoop::Step BulkLoop::receive_some(Conn& conn, int64_t& budget) {
         to = reinterpret_cast<uint8_t*>(&b.header);
         size = sizeof b.header;
         break;
-      case BulkState::Input::READ_BODY: to = b.body.data(); break;
+      case BulkState::Input::READ_BODY:
+      case BulkState::Input::VERBS_BODY: to = b.body.data(); break;
       case BulkState::Input::RECORD: to = b.record.data(); break;
       case BulkState::Input::DISCARD:
       case BulkState::Input::STOPPED: break;
@@ -321,6 +338,7 @@ BulkLoop::Step BulkLoop::receive_some(Conn& conn, int64_t& budget) {
     switch (part) {
       case BulkState::Input::HEADER: on_header(conn); break;
       case BulkState::Input::READ_BODY: on_read(conn); break;
+      case BulkState::Input::VERBS_BODY: on_verbs_open(conn); break;
       case BulkState::Input::RECORD: on_record(conn); break;
       case BulkState::Input::DISCARD: {
         BulkRequest& r = enqueue(conn, b.header);
@@ -365,9 +383,10 @@ void BulkLoop::on_header(Conn& conn) {
     case HeaderCheck::REFUSED: refuse(conn, why); return;
     case HeaderCheck::OK: break;
   }
-  if (wire::Verb(b.header.verb) == wire::Verb::READ) {
+  const wire::Verb verb = wire::Verb(b.header.verb);
+  if (verb != wire::Verb::WRITE) {
     b.body.resize(b.header.body_bytes);
-    b.input = BulkState::Input::READ_BODY;
+    b.input = verb == wire::Verb::VERBS_OPEN ? BulkState::Input::VERBS_BODY : BulkState::Input::READ_BODY;
     return;
   }
   b.refusal = Status::OK;
@@ -390,28 +409,40 @@ void BulkLoop::on_read(Conn& conn) {
   BulkState& b = *conn.bulk;
   const uint8_t* body = b.body.data();
   const uint64_t bytes = b.body.size();
-  wire::ReadRequest request;
-  if (bytes < sizeof request) return refuse(conn, Status::BAD_REQUEST);
-  if (wire::body_check(body, bytes) != b.header.body_check) return refuse(conn, Status::CORRUPT);
-  std::memcpy(&request, body, sizeof request);
+  const bool by_rdma = wire::Verb(b.header.verb) == wire::Verb::VERBS_READ;
+  wire::VerbsRead head{};
+  wire::ReadRequest& request = head.read;
+  if (by_rdma) {
+    if (!take_verbs_read(conn, head)) return;
+  } else {
+    if (bytes < sizeof request) return refuse(conn, Status::BAD_REQUEST);
+    if (wire::body_check(body, bytes) != b.header.body_check) return refuse(conn, Status::CORRUPT);
+    std::memcpy(&request, body, sizeof request);
+  }
+  const uint64_t head_bytes = by_rdma ? sizeof head : sizeof request, item_bytes = by_rdma ? sizeof(wire::VerbsItem) : sizeof(wire::ReadItem);
   if (request.extents > wire::READ_EXTENTS_MAX || request.items > wire::READ_ITEMS_MAX) return refuse(conn, Status::TOO_LARGE);
-  const uint64_t items_at = sizeof request + uint64_t(request.extents) * sizeof(wire::ReadExtent);
-  if (bytes != items_at + uint64_t(request.items) * sizeof(wire::ReadItem)) return refuse(conn, Status::BAD_REQUEST);
+  const uint64_t items_at = head_bytes + uint64_t(request.extents) * sizeof(wire::ReadExtent);
+  if (bytes != items_at + request.items * item_bytes) return refuse(conn, Status::BAD_REQUEST);
+  if (by_rdma && !request.items) return;   // credits only: no answer
 
   auto job = std::make_shared<ReadJob>(shared_);
   std::memcpy(job->owner.data(), request.owner, OWNER_BYTES);
-  job->ask_bytes = request.extents * sizeof(ExtentRead) + request.items * sizeof(wire::ReadItem);
+  job->ask_bytes = request.extents * sizeof(ExtentRead) + request.items * item_bytes;
   shared_.read_ask_bytes += job->ask_bytes;
   job->extents.resize(request.extents);
   for (uint32_t i = 0; i < request.extents; i++) {
     wire::ReadExtent& e = job->extents[i].ask;
-    std::memcpy(&e, body + sizeof request + i * sizeof e, sizeof e);
+    std::memcpy(&e, body + head_bytes + i * sizeof e, sizeof e);
     if (e.zero || e.zero2) return refuse(conn, Status::BAD_REQUEST);
   }
   job->items.resize(request.items);
-  if (request.items) std::memcpy(job->items.data(), body + items_at, request.items * sizeof(wire::ReadItem));
-  for (const auto& item : job->items) {
+  std::vector<VerbsPlace> places(by_rdma ? request.items : 0);
+  for (uint32_t i = 0; i < request.items; i++) {
+    wire::VerbsItem item{};   // a ReadItem is its front
+    std::memcpy(&item, body + items_at + i * item_bytes, item_bytes);
     if (item.extent >= request.extents || item.zero) return refuse(conn, Status::BAD_REQUEST);
+    job->items[i] = {item.extent, item.plane, 0};
+    if (by_rdma) places[i] = {item.bytes, item.offset};
     job->extents[item.extent].items_left++;
   }
   shared_.stats.saw_epoch(request.epoch);
@@ -419,6 +450,8 @@ void BulkLoop::on_read(Conn& conn) {
   job->conn = conn.id;
   job->serial = r.serial;
   r.read = std::move(job);
+  r.places = std::move(places);
+  r.round = head.round;
   if (b.body.capacity() > (64 << 10)) b.body = {};
 }
 

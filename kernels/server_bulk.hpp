@@ -1,9 +1,12 @@
 // The threads of READ and WRITE. Requests of a connection are answered in order of arrival; input is read ahead of the answers, so
 // that one record is received while another is put, and the disk is asked early.
 #pragma once
+#include <unordered_set>
+
 #include "io_engine.hpp"
 #include "server.hpp"
 #include "server_loop.hpp"
+#include "server_verbs.hpp"
 
 namespace kv {
 
@@ -15,10 +18,13 @@ struct BulkRequest {
   bool done = false, last = false;  // last: the connection closes after this answer
   Status status = Status::OK;
   std::shared_ptr<ReadJob> read;
+  std::vector<VerbsPlace> places;   // of a VERBS_READ: of its items
+  uint32_t round = 0;               // likewise
+  std::optional<wire::VerbsOpen> verbs_reply;
 };
 
 struct BulkState {
-  enum class Input : uint8_t { HEADER, READ_BODY, RECORD, DISCARD, STOPPED } input = Input::HEADER;
+  enum class Input : uint8_t { HEADER, READ_BODY, VERBS_BODY, RECORD, DISCARD, STOPPED } input = Input::HEADER;
   wire::FrameHeader header{};
   int64_t born_ns = 0;              // of the frame being received
   uint64_t got = 0;                 // of the part being received
@@ -31,12 +37,15 @@ struct BulkState {
   bool waiting = false;             // the front READ waits for its engine
   Source tail;                      // of the item being sent: what follows conn.out
   bool item_open = false;
+  bool verbs_asked = false;         // one VERBS_OPEN a connection
+  std::unique_ptr<VerbsState> verbs;
 };
 
 class BulkLoop final : public Loop {
  public:
   BulkLoop(ServerShared& shared, ReadService& reads, Putter& putter);
   ~BulkLoop() override { stop(); }
+  void share_pool();   // makes its pool known to the device; verbs::Fault. Before start()
 
  protected:
   Turn serve(Conn& conn) override;
@@ -60,10 +69,25 @@ class BulkLoop final : public Loop {
   void refuse(Conn& conn, Status why);          // a bare answer, then close
   void answered(Conn& conn);                    // the front request
   void open_extents(const std::shared_ptr<ReadJob>& job, int64_t& budget);
+  // server_verbs.cpp
+  void on_verbs_open(Conn& conn);
+  void on_verbs_ready(Conn* conn, Message& message);
+  void end_verbs(Conn& conn);
+  bool take_verbs_read(Conn& conn, wire::VerbsRead& head);
+  bool reap(Conn& conn);
+  void wake_hungry();
+  Step write_items(Conn& conn, BulkRequest& request, int64_t& budget);
+  Step write_part(Conn& conn, BulkRequest& request, VerbsPlace place, int64_t& budget);
+  Step tell(VerbsState& v, const BulkRequest& request, Status status);
+  Step end_item(VerbsState& v, const BulkRequest& request, Status status, ibv_send_wr& wr, VerbsState::Posted posted);
+  bool submit(VerbsState& v, ibv_send_wr& wr, VerbsState::Posted posted);
+  Step rest(VerbsState& v);
 
   ServerShared& shared_;
   std::unique_ptr<ReadEngine> engine_;
   Putter& putter_;
+  std::unique_ptr<Arena> pool_;              // registered; null without RDMA
+  std::unordered_set<uint64_t> hungry_;      // connections that found no room in it
 };
 
 }  // namespace kv

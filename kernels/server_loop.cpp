@@ -46,7 +46,9 @@ uint64_t body_max_of(wire::Role role, uint8_t verb) {
     case Verb::WITHDRAW:
     case Verb::WHY:
     case Verb::ADMIT: break;
-    case Verb::READ: of = Role::BULK, most = wire::READ_BODY_MAX; break;
+    case Verb::READ:
+    case Verb::VERBS_READ: of = Role::BULK, most = wire::READ_BODY_MAX; break;
+    case Verb::VERBS_OPEN: of = Role::BULK, most = sizeof(wire::VerbsOpen); break;
     case Verb::WRITE: of = Role::BULK, most = RECORD_BYTES_MAX; break;
     case Verb::REGISTER:
     case Verb::LOCATE:

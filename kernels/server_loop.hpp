@@ -23,6 +23,9 @@ enum class Phase : uint8_t {
 };
 
 struct BulkState;   // server_bulk.hpp
+namespace verbs {
+class Endpoint;
+}
 
 struct Conn {
   Conn(uint64_t number, int descriptor);
@@ -53,10 +56,12 @@ struct Conn {
 };
 
 struct Message {
-  enum class Kind : uint8_t { ADOPT, PUT_DONE, READ_DONE, WAKE } kind = Kind::WAKE;
+  enum class Kind : uint8_t { ADOPT, PUT_DONE, READ_DONE, VERBS_READY, WAKE } kind = Kind::WAKE;
   uint64_t conn = 0, serial = 0;
   Status status = Status::OK;
   std::unique_ptr<Conn> adopted;
+  std::shared_ptr<verbs::Endpoint> endpoint;   // of VERBS_READY, and whom it is connected to
+  wire::VerbsOpen peer{};
 };
 
 class Loop {
@@ -81,7 +86,7 @@ class Loop {
   std::unique_ptr<Conn> release(Conn& conn);    // takes it out of this loop, open
   void make_ready(Conn& conn);
   Conn* find(uint64_t id);
-  void watch(int fd, uint64_t token, bool on);  // tokens are below FIRST_CONN
+  void watch(int fd, uint64_t token, bool on);  // tokens are below FIRST_CONN, or a connection's number: then it is served
   size_t connections() const { return conns_.size(); }
 
   // After a failed send or recv: is the connection dead? (Not for "again" and "interrupted".) One that timed out counts as cut.
@@ -128,7 +133,8 @@ inline Op op_of(uint8_t verb) {
     case wire::Verb::WITHDRAW: return Op::WITHDRAW;
     case wire::Verb::WHY: return Op::WHY;
     case wire::Verb::ADMIT: return Op::ADMIT;
-    case wire::Verb::READ: return Op::READ;
+    case wire::Verb::READ:
+    case wire::Verb::VERBS_READ: return Op::READ;
     case wire::Verb::WRITE: return Op::WRITE;
     case wire::Verb::REGISTER: return Op::REGISTER;
     case wire::Verb::LOCATE: return Op::LOCATE;
@@ -136,7 +142,7 @@ inline Op op_of(uint8_t verb) {
     case wire::Verb::FORGET: return Op::FORGET;
     case wire::Verb::REPORT: return Op::REPORT;
     case wire::Verb::STATUS: return Op::STATUS;
-    default: return Op::HELLO;
+    default: return Op::HELLO;   // VERBS_OPEN, too
   }
 }
 

@@ -89,6 +89,15 @@ NODE: Final = (
         "Data connections, by what became of them.",
         {"event": ("opened", "refused", "idle_closed", "cut")},
     ),
+    Metric(
+        "kvstore_node_rdma_events_total",
+        "counter",
+        "Queue pairs: set up, asked for and not set up (the client stays on TCP), failed.",
+        {"event": ("opened", "refused", "failed")},
+    ),
+    Metric("kvstore_node_rdma_queue_pairs", "gauge", "Queue pairs open now."),
+    Metric("kvstore_node_rdma_bytes_total", "counter", "Bytes written to clients' landing zones and acknowledged."),
+    Metric("kvstore_node_rdma_registered_bytes", "gauge", "Bytes of memory registered (pinned) for RDMA."),
     Metric("kvstore_node_malformed_frames_total", "counter", "Frames that broke the protocol; their connections were closed."),
     Metric("kvstore_node_memory_bytes", "gauge", "Bytes held for requests in flight.", {"kind": ("write", "read_head")}),
     Metric("kvstore_node_ready", "gauge", "1 while this node takes traffic."),
@@ -628,6 +637,11 @@ def read_server(stats: Mapping[str, Any], values: Values) -> None:
     values.set("kvstore_disk_reads_total", stats["reads_direct"], "direct")
     values.set("kvstore_disk_reads_total", stats["reads_cached"], "cache")
     values.set("kvstore_disk_reads_total", stats["reads_fell_back"], "buffered")
+    for event in ("opened", "refused", "failed"):
+        values.set("kvstore_node_rdma_events_total", stats[f"verbs_{event}"], event)
+    values.set("kvstore_node_rdma_queue_pairs", stats["verbs_queue_pairs"])
+    values.set("kvstore_node_rdma_bytes_total", stats["verbs_bytes"])
+    values.set("kvstore_node_rdma_registered_bytes", stats["verbs_registered_bytes"])
     values.set("kvstore_epoch_seen", stats["epoch_seen"])
 
 

@@ -56,7 +56,8 @@ def server_stats() -> dict[str, Any]:
     zero = {"counts": [0] * (len(LATENCY_BOUNDS_SECONDS) + 1), "sum_seconds": 0.0}
     singles = (
         "bytes_in bytes_out connections connections_opened connections_refused connections_idle_closed connections_cut frames_malformed "
-        "read_head_bytes write_arena_used_bytes reads_direct reads_cached reads_fell_back epoch_seen"
+        "read_head_bytes write_arena_used_bytes reads_direct reads_cached reads_fell_back epoch_seen "
+        "verbs_opened verbs_refused verbs_failed verbs_bytes verbs_queue_pairs verbs_registered_bytes"
     )
     return {
         "bounds_seconds": list(LATENCY_BOUNDS_SECONDS),

@@ -70,13 +70,13 @@ def save_map(path: Path, nodes: list[str], epochs: int = 1, **fields: object) ->
 def test_it_says_one_fact_a_line_and_then_that_it_is_ready(tmp_path: Path) -> None:
     with daemon(tmp_path) as server:
         ready = server.ready
-        assert set(ready) == {"id", "pid", "address", "admin", "http", "cluster", "epoch", "boot_id", "io", "index"}
+        assert set(ready) == {"id", "pid", "address", "admin", "http", "cluster", "epoch", "boot_id", "io", "rdma", "index"}
         assert (ready["id"], ready["pid"], ready["cluster"], ready["epoch"]) == ("node-00", server.process.pid, "dev", 1)
         server.wait_line("serving on")
         facts = [json.loads(line) for line in server.stderr]
         assert all(set(f) == {"time", "level", "node", "msg"} and f["level"] == "info" and f["node"] == "node-00" for f in facts)
         said = " ".join(f["msg"] for f in facts)
-        for word in ("pid", str(tmp_path), "index fresh", "io auto", ready["address"], ready["admin"], ready["http"]):
+        for word in ("pid", str(tmp_path), "index fresh", "io auto", "RDMA", ready["address"], ready["admin"], ready["http"]):
             assert word in said
 
 

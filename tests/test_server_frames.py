@@ -63,9 +63,9 @@ def test_what_is_not_our_protocol_is_closed_without_a_word(server: InProcess, ro
 
 
 @pytest.mark.parametrize("role", [None, Role.SMALL, Role.BULK])
-@pytest.mark.parametrize("verb", [0, *Verb, 7, 15, 18, 255])
+@pytest.mark.parametrize("verb", [0, *Verb, 7, 15, 20, 255])
 def test_a_verb_that_the_role_does_not_have_is_refused(server: InProcess, role: Role | None, verb: int) -> None:
-    allowed = {None: {Verb.HELLO}, Role.SMALL: set(SMALL_VERBS), Role.BULK: {Verb.READ, Verb.WRITE}}[role]
+    allowed = {None: {Verb.HELLO}, Role.SMALL: set(SMALL_VERBS), Role.BULK: {Verb.READ, Verb.WRITE, Verb.VERBS_OPEN, Verb.VERBS_READ}}[role]
     if verb in allowed:
         return
     refused(server.connect(role), wire.encode(verb, bytes(64), request_id=5), Status.BAD_REQUEST, 5)
@@ -76,6 +76,8 @@ LIMITS = {
     **dict.fromkeys(SMALL_VERBS, wire.SMALL_BODY_MAX),
     Verb.READ: wire.READ_BODY_MAX,
     Verb.WRITE: wire.RECORD_BYTES_MAX,
+    Verb.VERBS_OPEN: 56,
+    Verb.VERBS_READ: wire.READ_BODY_MAX,
 }
 
 
@@ -234,3 +236,18 @@ def test_malformed_frames_are_counted_and_leave_no_connection_behind(server: InP
     assert server.stats["frames_malformed"] == before + 1
     server.close_connections()
     until(lambda: server.stats["connections"] == 0, "all connections are closed")
+
+
+def test_rdma_where_there_is_none_is_refused_and_tcp_goes_on(server: InProcess) -> None:
+    """The daemon's end without a device; with one: tests/verbs."""
+    ask = wire.VerbsOpen(bytes(10) + b"\xff\xff\x0a\x4d\x00\x01", 17, 5, 5, credits=4, zone_addr=1 << 20, zone_bytes=4096, rkey=9).encode()
+    connection = server.connect(Role.BULK)
+    for faulty in (ask[:-1], ask + b"\0", ask[:25] + b"\1" + ask[26:]):
+        status = Status.TOO_LARGE if len(faulty) > 56 else Status.BAD_REQUEST
+        refused(server.connect(Role.BULK), wire.encode(Verb.VERBS_OPEN, faulty, request_id=2), status, 2)
+    refused(server.connect(Role.BULK), wire.encode_header(Verb.VERBS_OPEN, 56) + ask, Status.CORRUPT)
+    answer = connection.ask(Verb.VERBS_OPEN, ask)
+    assert (answer.status, answer.body) == (Status.NOT_FOUND, b"")
+    assert connection.ask(Verb.READ, wire.encode_read([wire.ReadExtent(bytes(32), 1, 0, 0, 1)], [(0, 0)])).status == Status.NOT_FOUND
+    refused(connection, wire.encode(Verb.VERBS_READ, wire.encode_verbs_read([], [], credits_told=1), request_id=3), Status.BAD_REQUEST, 3)
+    assert server.stats["verbs_refused"] == 0  # nothing was tried

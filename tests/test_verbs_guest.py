@@ -6,7 +6,7 @@ import pytest
 from verbs.guest import pytest_in_guest
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(360)
 def test_the_daemons_end_of_verbs_in_a_guest() -> None:
-    report = pytest_in_guest("tests/verbs", seconds=120)
+    report = pytest_in_guest("tests/verbs", seconds=300)
     assert " passed" in report, report

@@ -131,7 +131,12 @@ class Server:
         idle_timeout_seconds: float = 300.0,
         progress_timeout_seconds: float = 3.0,
         congestion_control: str = "",
-    ) -> None: ...
+        rdma_device: str = "off",
+        rdma_pool_bytes: int = ...,
+        rdma_pairs_max: int = 1024,
+    ) -> None:
+        """`rdma_device` "off", "auto" or a name; ConfigError E145 to E148 where a named one cannot be had."""
+
     @property
     def port(self) -> int: ...
     @property
@@ -145,6 +150,14 @@ class Server:
     @property
     def io_note(self) -> str:
         """Why it is not the one asked for; else empty."""
+
+    @property
+    def rdma(self) -> str:
+        """The RDMA device in use; "" for none."""
+
+    @property
+    def rdma_note(self) -> str:
+        """Why none, its error code first, where "auto" found none; else empty."""
 
     def set_epoch(self, epoch: int) -> None:
         """WRITEs of an older epoch are answered STALE_MAP from now on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvstore.units import format_bytes, parse_bytes, parse_seconds
 IO_ENGINES: Final = ("auto", "buffered", "direct")
 RECORD_ROOM_BYTES: Final = 1 << 20
 FLOORS_SHARE_MAX: Final = 0.9  # past it nothing may go when a node is full, and writes stop
+_DEVICE_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,63}")
 FREE_BYTES_MIN: Final = 64 << 20  # below this a disk is full already
 
 
@@ -48,6 +50,9 @@ class NodeConfig:
     idle_timeout_seconds: float = 300.0  # a connection without requests is closed
     progress_timeout_seconds: float = 3.0  # a peer that neither takes nor gives what it owes is cut
     congestion_control: str = "cubic"  # of TCP; "host": what the host uses by default
+    rdma_device: str = "auto"  # of RDMA, for answers to READs; "auto": the first that is active; "off": TCP only
+    rdma_pool_bytes: int = 16 << 20  # registered at the start; the direct engine's memory is, too
+    rdma_pairs_max: int = 1024  # queue pairs; past it clients stay on TCP
     drain_timeout_seconds: float = 25.0  # below the usual grace period of 30 s
     log_interval_seconds: float = 10.0
     owners: tuple[Owner, ...] = ()
@@ -63,6 +68,8 @@ class NodeConfig:
             raise _bad("policy", self.policy, f"give one of {', '.join(POLICIES)}")
         if not tcp.is_name(self.congestion_control):
             raise _bad("congestion_control", self.congestion_control, f"give {tcp.NAME_TEXT}")
+        if not _DEVICE_NAME.fullmatch(self.rdma_device):
+            raise _bad("rdma_device", self.rdma_device, "give auto, off, or a name that ibv_devinfo tells")
         ports = [p for p in (self.port, self.admin_port, self.http_port) if p]
         if len(ports) != len(set(ports)):
             raise ConfigError("E121", f"ports {', '.join(map(str, ports))}", "two are the same", "give each its own, or 0 for any free one")
@@ -89,6 +96,8 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("read_arena_bytes", 4 << 20, 1 << 40),
     ("read_cache_bytes", 0, 1 << 40),
     ("read_depth", 1, 256),
+    ("rdma_pool_bytes", 4 << 20, 1 << 40),
+    ("rdma_pairs_max", 1, 1_000_000),
     ("idle_timeout_seconds", 0.1, 1e6),
     ("progress_timeout_seconds", 0.1, 1e6),
     ("drain_timeout_seconds", 0.0, 1e6),
@@ -131,6 +140,9 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
     add("--idle-timeout", metavar="TIME", help="a connection without requests is closed after this (default 5m)")
     add("--progress-timeout", metavar="TIME", help="a peer that stands still in mid-message is cut after this (default 3s)")
     add("--congestion-control", metavar="NAME", help="of TCP, or host for what this host uses by default (default cubic)")
+    add("--rdma-device", metavar="NAME", help="auto (the first that is active; TCP where there is none), off, or a device (default auto)")
+    add("--rdma-memory", metavar="SIZE", help="registered with it, beside --read-memory (default 16MiB)")
+    add("--rdma-connections", type=int, metavar="N", help="queue pairs; past it clients stay on TCP (default 1024)")
     add(
         "--owner",
         metavar="LIMITS",
@@ -164,6 +176,9 @@ _FLAGS: Final[dict[str, tuple[str, Any]]] = {
     "idle_timeout": ("idle_timeout_seconds", parse_seconds),
     "progress_timeout": ("progress_timeout_seconds", parse_seconds),
     "congestion_control": ("congestion_control", str),
+    "rdma_device": ("rdma_device", str),
+    "rdma_memory": ("rdma_pool_bytes", parse_bytes),
+    "rdma_connections": ("rdma_pairs_max", int),
     "drain_timeout": ("drain_timeout_seconds", parse_seconds),
 }
 assert {field for field, _ in _FLAGS.values()} <= {f.name for f in fields(NodeConfig)}

@@ -50,6 +50,7 @@ MAP_POLL_SECONDS: Final = 1.0
 CONTROL_GRACE_SECONDS: Final = 0.5
 DESCRIPTORS_MIN: Final = 64
 SIGNAL_POLL_SECONDS: Final = 0.2
+RDMA_AMISS: Final = ("E147", "E148")  # locked memory, a device that refuses; that there is none is no fault
 
 
 class Node:
@@ -130,11 +131,15 @@ class Node:
                 idle_timeout_seconds=config.idle_timeout_seconds,
                 progress_timeout_seconds=config.progress_timeout_seconds,
                 congestion_control=tcp.for_kernel(config.congestion_control),
+                rdma_device=config.rdma_device,
+                rdma_pool_bytes=config.rdma_pool_bytes,
+                rdma_pairs_max=config.rdma_pairs_max,
             )
         if io_note := io_note or self.server.io_note:
             log.warn(f"io {self.server.io}, not {config.io}: {io_note}")
         else:
             log.info(f"io {self.server.io}")
+        self._tell_of_rdma(self.server)
         if refused := tcp.refusal(config.congestion_control):
             log.warn(f"congestion control {config.congestion_control} not used, the host's is: {refused}")
         from kvstore.server.control import ControlServer  # gRPC takes 0.1 s to import: the data port is open by now
@@ -161,6 +166,14 @@ class Node:
         self.control.set_ready(True)
         ports = {"data": self.server.port, "gRPC": self.control.port, "http": self.http.port}
         log.info(f"serving on {', '.join(f'{address_text(self.config.host, port)} ({name})' for name, port in ports.items())}")
+
+    def _tell_of_rdma(self, server: _native.Server) -> None:
+        if server.rdma:
+            self.log.info(f"RDMA {server.rdma}, {format_bytes(server.stats()['verbs_registered_bytes'])} registered")
+        elif server.rdma_note.startswith(RDMA_AMISS):
+            self.log.warn(f"no RDMA, though there is a device: {server.rdma_note}")
+        else:
+            self.log.info(f"no RDMA: {server.rdma_note or 'switched off'}")
 
     def _open_store(self) -> None:
         directory = self.config.data_dir
@@ -232,6 +245,7 @@ class Node:
             "epoch": self.map.epoch,
             "boot_id": self.server.boot_id,
             "io": self.server.io,
+            "rdma": self.server.rdma,
             "index": self.index_start,
         }
 

@@ -43,6 +43,7 @@ class End:
         self.qpn: int = self.qp.qp_num
         self.psn = 0x123456
         self.window: Any = None
+        self.rkey = 0
         self._seen: list[Any] = []
 
     def connect(self, gid: bytes, qpn: int, psn: int) -> None:
@@ -58,10 +59,16 @@ class End:
         attr.ah_attr = AHAttr(port_num=PORT, is_global=1, gr=route)
         self.qp.to_rts(attr)
 
+    def first_rkey(self) -> int:
+        """Of the window, once it is bound."""
+        if self.window is None:
+            self.window = MW(self.pd, e.IBV_MW_TYPE_2)
+        key: int = self.window.rkey
+        return (key & ~0xFF) | ((key + 1) & 0xFF)
+
     def open_zone(self, offset: int = 0, length: int | None = None) -> None:
-        """Binds a window, writable by the peer, over a part of the zone; to be had as `self.rkey` afterwards."""
-        self.window = MW(self.pd, e.IBV_MW_TYPE_2)
-        self.rkey = (self.window.rkey & ~0xFF) | ((self.window.rkey + 1) & 0xFF)
+        """Binds the window, writable by the peer, over a part of the zone."""
+        self.rkey = self.first_rkey()
         length = self.zone_bytes - offset if length is None else length
         wr = SendWR(wr_id=BIND, opcode=e.IBV_WR_BIND_MW, send_flags=e.IBV_SEND_SIGNALED)
         wr.set_bind_wr(self.window, MWBindInfo(self.zone, self.zone.buf + offset, length, e.IBV_ACCESS_REMOTE_WRITE))
