@@ -29,7 +29,7 @@ WAIT_SECONDS = 20.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("top"), 4, k=2, m=2, capacity_bytes=128 << 20) as running:
+    with LocalCluster(tmp_path_factory.mktemp("top"), 4, k=2, m=2, capacity_bytes=128 << 20, directories=1) as running:
         yield running
 
 
@@ -138,6 +138,11 @@ def test_top_shows_nodes_worst_first_and_obeys_its_keys(cli: Cli, cluster: Local
         terminal.until(lambda text: "READS /s ^" in text)
         terminal.press("c")
         terminal.until(lambda text: "no client is watched: --client http://HOST:PORT" in text)
+        terminal.press("a")
+        terminal.until(lambda text: "none of the watched clients is an agent" in text)
+        terminal.press("d")
+        address = cluster.map.directories[0]
+        terminal.until(lambda text: any(line.split()[:3] == [address, "up", "0"] for line in text.splitlines()))
         terminal.press("n")
         terminal.press("p")
         shown = terminal.until(lambda text: "PAUSED" in text and "node-00" in text)

@@ -26,7 +26,8 @@ from client_tools import SMALL, chain, load, store
 
 from kvstore import http as kvstore_http
 from kvstore.client import Client, ClientConfig
-from kvstore.client.metrics import serve_metrics
+from kvstore.client.agent.agent import Agent
+from kvstore.client.agent.metrics import serve_metrics
 from kvstore.http import HttpServer, Page, Request
 from kvstore.live.recent_log import RecentLog
 from kvstore.live.web import page
@@ -38,7 +39,7 @@ EVIL = "<img src=x onerror=console.error(1)><script>console.error(2)</script>"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("dashboard"), 4, k=2, m=2, capacity_bytes=128 << 20) as running:
+    with LocalCluster(tmp_path_factory.mktemp("dashboard"), 4, k=2, m=2, capacity_bytes=128 << 20, directories=1) as running:
         yield running
 
 
@@ -76,7 +77,8 @@ def url(cli: Cli, cluster: LocalCluster) -> Iterator[str]:
     other = HttpServer("127.0.0.1", 0, strange)
     with (
         Client(cluster.map, layout=SMALL) as client,
-        serve_metrics(client, 0) as port,
+        Agent(client) as agent,
+        serve_metrics(agent, 0) as port,
         dashboard(cli, "--client", f"127.0.0.1:{port}", "--client", f"127.0.0.1:{other.port}") as address,
     ):
         until_first_look(address)
@@ -84,6 +86,7 @@ def url(cli: Cli, cluster: LocalCluster) -> Iterator[str]:
         store(client, keys)
         load(client, client.lookup(keys))
         client.lookup(chain(64, SMALL))
+        assert agent.keep_window(keys, 128, bytes(500)) and agent.window(keys, 128)
         yield address
     other.close()
 
@@ -135,6 +138,23 @@ def test_a_killed_node_turns_the_page_to_warn_and_is_named_until_it_is_back(url:
         tab.page.wait_for_selector("#word:has-text('OK')")
         assert "NODE_DOWN is over" in tab.text("#events")
         assert tab.complaints == [] and tab.hosts == {urlsplit(url).netloc}
+
+
+def test_agents_and_window_directories_are_on_the_page_and_missed_there(url: str, chromium: object, cluster: LocalCluster) -> None:
+    [address] = cluster.map.directories
+    with Tab(chromium, url) as tab:
+        tab.page.wait_for_selector("#agents:has-text('100.0 %')")
+        assert re.search(r"● up\s+in an engine\s.*\s1, 532 B\s+100\.0 %", tab.text("#agents"))
+        tab.page.wait_for_selector("#directories:has-text('● up')")
+        assert re.search(rf"{address}\s+● up\s+.* ago\s+\d\s+1\s", tab.text("#directories"))
+        cluster.kill(cluster.nodes_count)
+        try:
+            tab.page.wait_for_selector("#directories:has-text('✕')")
+            tab.page.wait_for_selector("#checks:has-text('DIRECTORY_DOWN')")
+        finally:
+            cluster.restart(cluster.nodes_count)
+        tab.page.wait_for_selector("#word:has-text('OK')")
+        assert tab.complaints == []
 
 
 def test_what_is_muted_stays_in_sight_and_does_not_change_the_word(url: str, chromium: object, cluster: LocalCluster, cli: Cli) -> None:

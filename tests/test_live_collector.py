@@ -11,11 +11,19 @@ from pathlib import Path
 
 import pytest
 from cli_tool import ROOT, Cli
-from client_tools import SMALL, chain, load, store
+from client_tools import SMALL, WAIT_SECONDS, chain, load, store, until
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client import Client
+from kvstore.client.agent.agent import Agent
+from kvstore.client.agent.config import AgentConfig
+from kvstore.client.agent.frames import PeerConfig
+from kvstore.client.agent.metrics import serve_metrics as serve_agent
+from kvstore.client.agent.process import AgentProcess
+from kvstore.client.agent.process_config import ProcessConfig
+from kvstore.client.agent.process_metrics import AGENT
+from kvstore.client.agent.worker import WorkerAgent
 from kvstore.client.metrics import serve_metrics
 from kvstore.cluster_view import merged, quantile
 from kvstore.errors import UsageError
@@ -24,14 +32,15 @@ from kvstore.live.collector import Collector, kept_seconds
 from kvstore.live.counts import Counts, added, joined, split
 from kvstore.live.frame import Data
 from kvstore.live.scrape import ask_clients, client_url, parse
-from kvstore.metrics import CLIENT, COMMON, NODE
+from kvstore.live.view import plain_lines
+from kvstore.metrics import CLIENT, COMMON, NODE, WINDOW
 from kvstore.replay import ReplayOptions, open_trace, run_replay
 from kvstore.server.local import LocalCluster, free_ports
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("live"), 4, k=2, m=2, capacity_bytes=128 << 20) as running:
+    with LocalCluster(tmp_path_factory.mktemp("live"), 4, k=2, m=2, capacity_bytes=128 << 20, directories=1) as running:
         yield running
 
 
@@ -112,6 +121,60 @@ def test_a_node_that_was_only_out_of_sight_does_not_count_its_whole_life_as_one_
     frame = watched.poll()
     assert frame["nodes"][1]["save_bytes_per_second"] is None
     assert frame["traffic"]["save_bytes_per_second"] * frame["interval_seconds"] < 1_000_000
+
+
+def test_agents_and_window_directories_are_seen_at_work(cluster: LocalCluster, tmp_path: Path) -> None:
+    """An agent in this process keeps three entries; a worker of an agent process asks for two of them and one that nobody has."""
+    process = AgentProcess(
+        ProcessConfig(map_path=cluster.map_path, socket_path=tmp_path / "a.sock", memory_bytes=1 << 20, worker_bytes=1 << 20)
+    )
+    process.start()
+    patient = AgentConfig(directory_seconds=5.0, fetch_seconds=5.0, peer=PeerConfig(silence_seconds=5.0))
+    try:
+        with (
+            Client(cluster.map, layout=SMALL) as client, Agent(client, config=patient) as own, serve_agent(own, 0) as port,
+            WorkerAgent(tmp_path / "a.sock", layout=SMALL) as worker,
+        ):  # fmt: skip
+            assert process.http is not None
+            urls = [client_url(f"127.0.0.1:{port}") for port in (port, process.http.port)]
+            watched = collector_of(cluster, *urls)
+            first = watched.poll()
+            assert [(row["url"], row["state"], row["workers"]) for row in first["agents"]] == [(urls[0], "up", None), (urls[1], "up", 1)]
+            assert first["agents"][1]["memory_bytes"] == 1 << 20 and first["agents"][1]["window_hit_ratio"] is None, "nothing was asked for"
+            [directory] = first["directories"]
+            assert (directory["address"], directory["state"]) == (cluster.map.directories[0], "up") and directory["found_ratio"] is None
+            assert directory["located_per_second"] is None, "one look knows no rate"
+            keys = chain(4, SMALL)
+            for tokens in (128, 256, 384):
+                assert own.keep_window(keys, tokens, bytes(500))
+            assert own.flush(WAIT_SECONDS)
+            for tokens in (128, 256):  # late on a busy machine: a miss
+                until(lambda tokens=tokens: worker.window(keys, tokens) is not None, "the entry of the other agent")  # type: ignore[misc]  # bound now
+            asked = 2 + (worker.window(keys, 512) is None)
+            busy = watched.poll()
+            mine, others = busy["agents"]
+            assert (mine["window_entries"], mine["window_bytes"]) == (3, 3 * (500 + 32)) and mine["window_hit_ratio"] is None
+            assert others["windows_asked"] >= asked == 3 and 0 < others["window_hit_ratio"] == others["window_peer_ratio"] < 1
+            [directory] = busy["directories"]
+            assert directory["entries"] >= 3 and directory["agents"] >= 1 and 0 < directory["found_ratio"] <= 1
+            assert directory["located_per_second"] > 0 and directory["lost_per_second"] == 0 and directory["memory_bytes"] > 0
+            said = Cli(tmp_path).run("status", "--map", cluster.map_path, "--client", urls[0], "--client", urls[1])
+            assert re.search(r"agents   2 agents   1 worker   \d+ window entries, .* found", said.stdout), said.stdout
+            shown = "\n".join(text for text, _ in plain_lines(busy, "dev", 1.0))
+            assert re.search(rf"{directory['address']}\s+up\s+\d", shown) and re.search(rf"{urls[1]}\s+up\s+1 ", shown)
+            cluster.kill(cluster.nodes_count)
+            try:
+                gone = watched.poll()
+                assert gone["status"] == "WARN" and gone["directories"][0]["state"] == "down" and gone["directories"][0]["entries"] is None
+                assert ("DIRECTORY_DOWN", directory["address"]) in [(event["code"], event["subject"]) for event in watched.events()]
+            finally:
+                cluster.restart(cluster.nodes_count)
+            back = watched.poll()
+            assert back["status"] == "OK" and back["directories"][0]["state"] == "up", "and counts from 0"
+            assert back["directories"][0]["located_per_second"] >= 0
+    finally:
+        process.close()
+    assert {row["state"] for row in watched.poll()["agents"]} == {"down"}
 
 
 def test_a_client_that_starts_again_counts_from_zero() -> None:
@@ -201,7 +264,7 @@ def test_history_is_bounded(cluster: LocalCluster, monkeypatch: pytest.MonkeyPat
 
 
 def test_every_metric_that_is_read_here_is_one_that_is_exported() -> None:
-    exported = {metric.name for metric in (*COMMON, *NODE, *CLIENT)}
+    exported = {metric.name for metric in (*COMMON, *NODE, *CLIENT, *WINDOW, *AGENT)}
     sources = [path.read_text() for path in (ROOT / "kvstore/live").iterdir() if path.is_file()]
     read = {name for text in sources for name in re.findall(r"\bkvstore_[a-z_]+[a-z]\b", text)}
     words = {f"kvstore_{word}_tokens_total" for word in ("hit", "lookup")}  # f-strings

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client_tools import SMALL, chain, cluster_of, load, store, until
+from client_tools import SMALL, chain, load, store, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.cli.codes import HEALTH
 from kvstore.client import Client
+from kvstore.client.agent.process import AgentProcess
+from kvstore.client.agent.process_config import ProcessConfig
+from kvstore.client.agent.worker import WorkerAgent
 from kvstore.client.metrics import serve_metrics
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.observe import export
@@ -57,7 +60,8 @@ def expressions() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with cluster_of(tmp_path_factory.mktemp("cluster"), 3, k=2, m=1, capacity_bytes=64 << 20) as running:
+    directory = tmp_path_factory.mktemp("cluster")
+    with LocalCluster(directory, 3, k=2, m=1, capacity_bytes=64 << 20, directories=1) as running:
         yield running
 
 
@@ -67,17 +71,35 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def agent(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
+    """`kvstore agent`, in this process."""
+    socket = tmp_path_factory.mktemp("agent") / "agent.sock"
+    process = AgentProcess(ProcessConfig(map_path=cluster.map_path, socket_path=socket, memory_bytes=1 << 20, worker_bytes=1 << 20))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.close()
+
+
 @contextmanager
 def client_page(client: Client) -> Iterator[str]:
     with serve_metrics(client, 0) as port:
         yield f"127.0.0.1:{port}"
 
 
-def exported(cluster: LocalCluster, client: Client) -> set[str]:
-    """Names of families on the pages of a real daemon and a real client."""
+def others(cluster: LocalCluster, agent: AgentProcess) -> tuple[str, str]:
+    """Pages of the window directory and of the agent process."""
+    assert agent.http is not None
+    return cluster.ready[cluster.nodes_count]["http"], f"127.0.0.1:{agent.http.port}"
+
+
+def exported(cluster: LocalCluster, client: Client, agent: AgentProcess) -> set[str]:
+    """Names of families on the pages of a real daemon, a real client, a directory and an agent process."""
     names = set()
     with client_page(client) as address:
-        for page in (cluster.map.nodes[0].metrics_address, address):
+        for page in (cluster.map.nodes[0].metrics_address, address, *others(cluster, agent)):
             with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
                 for family in text_string_to_metric_families(answer.read().decode()):
                     names.add(family.name + ("_total" if family.type == "counter" else ""))
@@ -113,8 +135,8 @@ def test_every_alert_says_what_to_do_and_names_codes_that_explain_knows() -> Non
     assert set(re.findall(r"code: ([A-Z_]+)", rules_text())) <= set(HEALTH)
 
 
-def test_rules_and_dashboard_name_only_what_is_exported_or_recorded(cluster: LocalCluster, client: Client) -> None:
-    names, recorded = exported(cluster, client), set(re.findall(r"- record: (\S+)", rules_text()))
+def test_rules_and_dashboard_name_only_what_is_exported_or_recorded(cluster: LocalCluster, client: Client, agent: AgentProcess) -> None:
+    names, recorded = exported(cluster, client, agent), set(re.findall(r"- record: (\S+)", rules_text()))
     rules = "\n".join(
         line for line in rules_text().splitlines() if not line.lstrip().startswith(("#", "- record:", "fix:", "summary:", "- name:"))
     )
@@ -129,11 +151,11 @@ def test_rules_and_dashboard_name_only_what_is_exported_or_recorded(cluster: Loc
     assert recorded & used_names(panels), "the dashboard uses recording rules"
 
 
-def test_labels_in_rules_and_dashboard_are_labels_of_those_metrics(cluster: LocalCluster, client: Client) -> None:
+def test_labels_in_rules_and_dashboard_are_labels_of_those_metrics(cluster: LocalCluster, client: Client, agent: AgentProcess) -> None:
     """A selector on a label that a metric does not have would match nothing, for ever, in silence."""
     known: dict[str, dict[str, set[str]]] = {}
     with client_page(client) as address:
-        for page in (cluster.map.nodes[0].metrics_address, address):
+        for page in (cluster.map.nodes[0].metrics_address, address, *others(cluster, agent)):
             with urllib.request.urlopen(f"http://{page}/metrics", timeout=10) as answer:
                 for family in text_string_to_metric_families(answer.read().decode()):
                     for sample in family.samples:
@@ -215,17 +237,19 @@ QUIET = {
 
 
 @pytest.fixture(scope="module")
-def prometheus(cluster: LocalCluster, client: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Scrapes the cluster and the client each 0.5 s and evaluates the rules as often; its address, once it has seen some traffic."""
+def prometheus(cluster: LocalCluster, client: Client, agent: AgentProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Scrapes all of them each 0.5 s and evaluates the rules as often; its address, once it has seen some traffic."""
     directory = tmp_path_factory.mktemp("prometheus")
     export(directory, cluster.map)
     rules = directory / "kvstore-rules.yml"
     rules.write_text(rules.read_text().replace("interval: 30s", "interval: 500ms"))
-    with client_page(client) as address:
-        scrapes = [
-            {"job_name": "kvstore-node", "file_sd_configs": [{"files": ["kvstore-nodes.json"]}]},
-            {"job_name": "kvstore-client", "static_configs": [{"targets": [address], "labels": {"cluster": cluster.map.cluster_id}}]},
+    with client_page(client) as address, WorkerAgent(agent.config.socket_path, layout=SMALL) as worker:
+        pages = zip(("client", "directory", "agent"), (address, *others(cluster, agent)), strict=True)
+        labels = {"cluster": cluster.map.cluster_id}
+        scrapes: list[dict[str, Any]] = [
+            {"job_name": f"kvstore-{job}", "static_configs": [{"targets": [page], "labels": labels}]} for job, page in pages
         ]
+        scrapes.append({"job_name": "kvstore-node", "file_sd_configs": [{"files": ["kvstore-nodes.json"]}]})
         settings = {
             "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
             "rule_files": ["kvstore-rules.yml"],
@@ -251,11 +275,14 @@ def prometheus(cluster: LocalCluster, client: Client, tmp_path_factory: pytest.T
                 store(client, keys)
                 result, _ = load(client, client.lookup(keys))
                 assert result.blocks == 4
+                assert worker.keep_window(keys, 512, bytes(1000)) and worker.window(keys, 512) and not worker.window(keys, 256)
                 seen = client.counters.hit_tokens.total()
                 wanted = f"sum(kvstore_hit_tokens_total) == {seen}"
                 until(lambda wanted=wanted: samples(wanted) == 1, "the counters to be scraped", SCRAPE_SECONDS)
             until(lambda: samples("kvstore:hit_ratio:rate5m > 0") == 1, "the rules", SCRAPE_SECONDS)
             until(lambda: samples("kvstore:load_duration_seconds:p99_5m > 0") == 1, "the rules", SCRAPE_SECONDS)
+            until(lambda: samples("kvstore:window_hit_ratio:rate5m == 0.5") == 1, "the rules", SCRAPE_SECONDS)
+            until(lambda: samples('rate(kvstore_directory_keys_total{what="located"}[5m]) > 0') == 1, "the directory", SCRAPE_SECONDS)
             yield base
         finally:
             process.terminate()

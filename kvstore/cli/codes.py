@@ -176,7 +176,7 @@ HEALTH: Final = {
     "DIRECTORY_DOWN": HealthCode(
         "WARN",
         "a window directory does not answer: the windows of its share of the keys are misses, and are computed again",
-        "status asks each directory that the map lists, or --directory names, over its own protocol",
+        "status, top and the dashboard ask each directory that the map lists, or --directory names, over its own protocol",
         ("it is stopped, or its host is", "the map lists an address that is no directory of this cluster", "network"),
         "start it again: kvstore directory --listen ADDRESS --map MAP; it needs no data",
         commands=("kvstore status", "journalctl -u kvstore-directory"),

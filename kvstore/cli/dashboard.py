@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=f"""\
 examples:
   kvstore dashboard                      http://{HOST}:{PORT}
-  kvstore dashboard --client http://gpu-12:9100 --client http://gpu-13:9100
+  kvstore dashboard --client http://gpu-12:9100 --client http://gpu-13:9100     clients, and agents
   kvstore dashboard --log /var/log/kvstore     and tenants and models out of the access log
   kvstore dashboard --export grafana DIR       the same for Grafana and Prometheus, as files
   kvstore dashboard --host 0.0.0.0       for others on a network that you trust: there is no login

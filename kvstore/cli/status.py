@@ -18,6 +18,7 @@ from kvstore.cluster_view import ClassRetention, Space, quantile, retention, spa
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.errors import Refused
 from kvstore.live.scrape import ask_clients, client_url
+from kvstore.live.window_rows import agents_line, agents_since_start
 from kvstore.placement import Losses, Placement
 from kvstore.units import format_bytes, format_seconds
 from kvstore.version import version
@@ -43,7 +44,9 @@ examples:
     parser.add_argument(
         "--without", metavar="NODE", action="append", default=[], help="judge as if this node or host were gone (repeatable)"
     )
-    parser.add_argument("--client", metavar="URL", action="append", default=[], help="look at this client's /metrics, too (repeatable)")
+    parser.add_argument(
+        "--client", metavar="URL", action="append", default=[], help="look at this client's or agent's /metrics, too (repeatable)"
+    )
     text = "look at this window directory, too (repeatable; those of the map are asked in any case)"
     parser.add_argument("--directory", metavar="ADDRESS", action="append", default=[], help=text)
     parser.add_argument("--fail-on", choices=("warn", "err"), default="err", help="from which severity on the exit code is 1 (default err)")
@@ -77,12 +80,13 @@ def run(args: argparse.Namespace) -> int:
     kept = retention(cluster_map, reports)
     data = _data(cluster_map, reports, losses, word, kept)
     data["directories"] = [each.data() for each in directories]
+    data["agents"] = agents = agents_since_start(asked)
     data["mutes"] = [mute.data() for mute in memory.live_mutes()]
     args.out.result(data, health=health, cluster=cluster_map.cluster_id, epoch=cluster_map.epoch)
     if args.nagios:
         return _nagios(args.out, word, health, reports)
     muted, rows = muted_words(memory, health), args.rows or args.verbose
-    _show(args.out, cluster_map, reports, health, word, losses, kept, directories, muted, rows)
+    _show(args.out, cluster_map, reports, health, word, losses, kept, directories, agents, muted, rows)
     if without:
         _judge(args.out, cluster_map, placement, lost, without, args.without)
     return int(word == "ERR" or (word == "WARN" and args.fail_on == "warn"))
@@ -97,6 +101,7 @@ def _show(
     losses: Losses,
     kept: Sequence[ClassRetention],
     directories: Sequence[DirectoryReport],
+    agents: Sequence[Mapping[str, Any]],
     muted: str,
     rows: bool,
 ) -> None:
@@ -138,6 +143,8 @@ def _show(
         out.line("owners   " + "   ".join(_owner(each) for each in owners))
     if directories:
         out.line("windows  " + directories_line(directories))
+    if agents:
+        out.line("agents   " + agents_line(agents))
     if rows:
         columns = ("node", "state", "address", "pid", "used", "of", "shards", "epoch", "up", "io")
         out.table(columns, [_row(report) for report in sorted(reports, key=lambda report: (report.up, report.node.id))])

@@ -9,6 +9,7 @@ import threading
 from typing import Any, Final
 
 from kvstore.cli.cluster import map_path
+from kvstore.cli.directories import directory_address
 from kvstore.cli.output import Health, Output
 from kvstore.cli.signals import interrupted_by_signals
 from kvstore.errors import UsageError
@@ -21,14 +22,15 @@ from kvstore.live.view import Screen, View, plain_lines, screen_lines
 from kvstore.units import parse_seconds
 
 LOOK_SECONDS: Final = 0.1  # how soon a new frame or another size of the terminal is seen
-TABLE_KEYS: Final = {"n": "nodes", "s": "classes", "o": "owners", "c": "clients"}
+TABLE_KEYS: Final = {"n": "nodes", "s": "classes", "o": "owners", "c": "clients", "a": "agents", "d": "directories"}
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "top",
         help="the cluster live in this terminal",
-        description="Nodes worst first, classes, owners and watched clients, renewed every interval. Off a terminal: one plain frame.",
+        description="Nodes worst first, classes, owners, watched clients, agents among them, window directories, renewed every interval."
+        " Off a terminal: one plain frame.",
         epilog="""\
 examples:
   kvstore top                            q quits, ? tells the keys
@@ -43,8 +45,10 @@ examples:
 
 
 def add_clients(parser: argparse.ArgumentParser) -> None:
-    text = "also watch the client process that serves its metrics there (repeatable)"
+    text = "also watch the client or agent process that serves its metrics there (repeatable)"
     parser.add_argument("--client", dest="clients", metavar="URL", action="append", default=[], help=text)
+    text = "watch this window directory, too (repeatable; those of the map are asked in any case)"
+    parser.add_argument("--directory", dest="directories", metavar="ADDRESS", action="append", default=[], help=text)
 
 
 def collector_of(args: argparse.Namespace) -> Collector:
@@ -54,7 +58,9 @@ def collector_of(args: argparse.Namespace) -> Collector:
         raise UsageError("E131", f"--interval {args.interval}", fix="0.1s to 1h")
     clients = list(dict.fromkeys(client_url(text) for text in args.clients))
     log = RecentLog(args.log) if getattr(args, "log", None) else None
-    return Collector(map_path(args), clients, log=log, interval_seconds=interval, timeout_seconds=args.settings["timeout"])
+    directories = [directory_address(text) for text in args.directories]
+    timeout = args.settings["timeout"]
+    return Collector(map_path(args), clients, directories=directories, log=log, interval_seconds=interval, timeout_seconds=timeout)
 
 
 def run(args: argparse.Namespace) -> int:

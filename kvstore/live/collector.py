@@ -1,4 +1,5 @@
-"""Polls all nodes and the client processes named, sums up each look, and keeps what plots and windows need: an hour at most.
+"""Polls all nodes, the window directories and the client processes named, sums up each look, and keeps what plots and windows need: an hour
+at most.
 
 `poll` asks once, on the caller's thread; `start` does so on a thread of its own, each `interval_seconds`, until `stop`. What is kept is
 bounded: FRAMES_MAX frames, EVENTS_MAX events, and of each node a few numbers a frame.
@@ -10,7 +11,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cli.cluster import NodeReport, ask_nodes, require_some
+from kvstore.cli.directories import DirectoryReport, ask_directories
 from kvstore.cli.health import evaluate, overall
 from kvstore.cli.health_memory import HealthMemory
 from kvstore.cli.output import Health, rfc3339_now
@@ -28,11 +31,12 @@ from kvstore.live.counts import Counts, added
 from kvstore.live.frame import Data, class_rows, errors_of, hits_of, node_row, owner_rows, ratio, traffic_of
 from kvstore.live.recent_log import RecentLog
 from kvstore.live.scrape import ClientReport, ask_clients
+from kvstore.live.sliding import Sliding
+from kvstore.live.window_rows import agent_row, directory_counters, directory_row, is_agent, kept_counters
 from kvstore.placement import Losses, Placement
 
 FRAMES_MAX: Final = 720  # an hour at 5 s
 EVENTS_MAX: Final = 200
-WINDOW_SECONDS: Final = 300.0
 REMEMBER_SECONDS: Final = 60.0
 NODE_SERIES: Final = (
     "load_bytes_per_second",
@@ -42,8 +46,6 @@ NODE_SERIES: Final = (
     "used_ratio",
     "errors_per_second",
 )
-# What is kept of the nodes for the window.
-_KEPT_FAMILIES: Final = ("kvstore_node_requests_total", "kvstore_node_transfer_bytes_total", "kvstore_evicted_bytes_total")
 
 
 class Collector:
@@ -54,6 +56,7 @@ class Collector:
         map_path: Path,
         clients: Sequence[str] = (),
         *,
+        directories: Sequence[str] = (),
         log: RecentLog | None = None,
         interval_seconds: float = 5.0,
         timeout_seconds: float = 5.0,
@@ -61,6 +64,7 @@ class Collector:
         self._log = log
         self._map_path = map_path
         self._clients = tuple(clients)
+        self._named = tuple(directories)
         self.interval_seconds = interval_seconds
         self._timeout = timeout_seconds
         self.map = ClusterMap.load(map_path)
@@ -72,9 +76,11 @@ class Collector:
         self._reports: list[NodeReport] = []
         self._answered: dict[str, float] = {}  # node id or client URL -> when it last answered
         self._client_values: dict[str, Mapping[str, float]] = {}
+        self._directory_values: dict[str, Mapping[str, float]] = {}
+        self._agents: set[str] = set()  # URLs of clients that were seen to be agents
         self._at: float | None = None  # when the newest frame was complete
         self._asked: float | None = None  # when its questions went out
-        self._window: deque[tuple[float, float, dict[str, float], dict[str, float]]] = deque()  # end, seconds, nodes, clients
+        self._window = Sliding()
         self._history: deque[Data] = deque(maxlen=FRAMES_MAX)
         self._node_history: dict[str, deque[tuple[float | None, ...]]] = {}
         self._events: deque[Data] = deque(maxlen=EVENTS_MAX)
@@ -163,23 +169,29 @@ class Collector:
                 with self._polling:
                     self.map, self._placement, self._lists, self._reports = found, None, None, []
         asked = time.monotonic()
-        clients_thread = _Later(lambda: ask_clients(self._clients, self._timeout))
-        reports = ask_nodes(self.map, self._timeout)
-        clients = clients_thread.result()
+        addresses = list(dict.fromkeys([*self.map.directories, *self._named]))
+        with ThreadPoolExecutor(2, "kvstore-others") as pool:
+            clients_later = pool.submit(ask_clients, self._clients, self._timeout)
+            directories_later = pool.submit(ask_directories, self.map, addresses, self._timeout)
+            reports = ask_nodes(self.map, self._timeout)
+            clients, directories = clients_later.result(), directories_later.result()
         now, unix = time.monotonic(), time.time()
         seconds = 0.0 if self._asked is None else asked - self._asked
         self._asked = asked
         earlier = {report.node.id: report for report in self._reports}
         rows, moved = self._nodes(reports, earlier, seconds, now)
-        client_counts = self._count_clients(clients, now)
+        by_client = self._count_clients(clients, now)
+        client_counts = merged(list(by_client.values()))
         node_counts = merged(moved)
-        self._slide(now, seconds, node_counts, client_counts)
-        health = self._health(reports, earlier, clients)
+        by_owner = self._count_directories(directories, now) | by_client
+        kept_counts = merged([kept_counters(whose, counts) for whose, counts in by_owner.items()])
+        self._window.add(now, seconds, node_counts, client_counts, kept_counts)
+        health = self._health(reports, earlier, clients, directories)
         with self._polling:
             self._reports = reports
         losses = self.losses()
         up = [report for report in reports if report.up]
-        window, window_seconds = self._window_counts(3), sum(part[1] for part in self._window)
+        window, of_each, window_seconds = self._window.counts("clients"), self._window.counts("of_each"), self._window.seconds
         there, kept = space(reports), retention(self.map, reports, self._groups())
         word, since = self._status or ("OK", self.watched_since)
         frame: Data = {
@@ -205,7 +217,7 @@ class Collector:
             },
             "traffic": {
                 **traffic_of(Counts(node_counts) if moved else None, seconds),
-                "errors": errors_of(self._window_counts(2)),
+                "errors": errors_of(self._window.counts("nodes")),
                 "window_seconds": window_seconds,
             },
             "hits": hits_of(clients, window, seconds, window_seconds, Counts(client_counts)),
@@ -213,6 +225,8 @@ class Collector:
             "owners": owner_rows(up, window),
             "log": self._log.data() if self._log else None,
             "clients": [self._client_row(client, now) for client in clients],
+            "agents": [agent_row(client, of_each, self._age(client.url, now)) for client in clients if client.url in self._agents],
+            "directories": [directory_row(each, of_each, window_seconds, self._age(each.address, now)) for each in directories],
             "nodes": rows,
             "health": [vars(check) for check in health],
         }
@@ -240,57 +254,70 @@ class Collector:
                     self._tell("INFO", "node", report.node.id, f"version {report.version}, was {before.version}")
             if counts is not None:
                 moved.append(counts)
-            answered = self._answered.get(report.node.id)
-            age = None if answered is None else now - answered
+            age = self._age(report.node.id, now)
             rows.append(node_row(report, self.map.epoch, None if counts is None else Counts(counts), seconds, age))
         return rows, moved
 
-    def _count_clients(self, clients: Sequence[ClientReport], now: float) -> dict[str, float]:
-        """What they counted since the look before. One that was away in between is counted from this look on."""
-        parts = []
+    def _age(self, name: str, now: float) -> float | None:
+        """Of the last answer of a node, client or directory."""
+        answered = self._answered.get(name)
+        return None if answered is None else now - answered
+
+    def _count_clients(self, clients: Sequence[ClientReport], now: float) -> dict[str, dict[str, float]]:
+        """What each counted since the look before. One that was away in between is counted from this look on."""
+        parts = {}
         for client in clients:
             before = self._client_values.pop(client.url, None)
             known = client.url in self._answered
             if client.up:
+                if is_agent(client.values):
+                    self._agents.add(client.url)
                 if before is not None:
-                    parts.append(added(before, client.values))
+                    parts[client.url] = added(before, client.values)
                 elif known:
                     self._tell("INFO", "client", client.url, "answers again")
                 self._client_values[client.url] = client.values
                 self._answered[client.url] = now
             elif before is not None:
                 self._tell("INFO", "client", client.url, f"does not answer: {client.error}")
-        return merged(parts)
+        return parts
+
+    def _count_directories(self, directories: Sequence[DirectoryReport], now: float) -> dict[str, dict[str, float]]:
+        """As _count_clients. That one does not answer is told by its check."""
+        parts = {}
+        for each in directories:
+            before, counters = self._directory_values.pop(each.address, None), directory_counters(each)
+            if each.up:
+                if before is not None:
+                    parts[each.address] = added(before, counters)
+                self._directory_values[each.address] = counters
+                self._answered[each.address] = now
+        return parts
 
     def _client_row(self, client: ClientReport, now: float) -> Data:
-        answered = self._answered.get(client.url)
         counts = Counts(client.values)
         return {
             "url": client.url,
             "state": "up" if client.up else "down",
             "error": client.error or None,
-            "age_seconds": None if answered is None else now - answered,
+            "age_seconds": self._age(client.url, now),
             "connected_nodes": counts.sum("kvstore_agent_connected_nodes") if client.up else None,
             "queued_requests": counts.sum("kvstore_agent_queued_requests") if client.up else None,
         }
 
-    def _slide(self, now: float, seconds: float, nodes: Mapping[str, float], clients: Mapping[str, float]) -> None:
-        kept = {key: value for key, value in nodes.items() if value and key.startswith(_KEPT_FAMILIES)}
-        if seconds:
-            self._window.append((now, seconds, kept, {key: value for key, value in clients.items() if value}))
-        while self._window and now - self._window[0][0] > WINDOW_SECONDS:
-            self._window.popleft()
-
-    def _window_counts(self, part: int) -> Counts:
-        return Counts(merged([each[part] for each in self._window]))  # type: ignore[misc]  # 2 and 3 are the dictionaries
-
-    def _health(self, reports: Sequence[NodeReport], earlier: Mapping[str, NodeReport], clients: Sequence[ClientReport]) -> list[Health]:
+    def _health(
+        self,
+        reports: Sequence[NodeReport],
+        earlier: Mapping[str, NodeReport],
+        clients: Sequence[ClientReport],
+        directories: Sequence[DirectoryReport],
+    ) -> list[Health]:
         """What `kvstore status` would say, with an event for each check that begins or ends."""
         age = 0.0
         with contextlib.suppress(OSError):
             age = max(0.0, time.time() - self._map_path.stat().st_mtime)
         memory = HealthMemory(self._map_path)  # read anew: mutes come from other processes
-        health = memory.settle(evaluate(self.map, reports, earlier or None, clients=clients, map_age_seconds=age))
+        health = memory.settle(evaluate(self.map, reports, earlier or None, clients=clients, directories=directories, map_age_seconds=age))
         self._remember(memory)
         for mute in memory.ended:
             self._tell("INFO", "mute", mute.code, "is muted no more: there is more of it than when it was muted", mute.code)
@@ -344,19 +371,6 @@ class Collector:
             for row in frame["nodes"]:
                 kept = self._node_history.setdefault(row["id"], deque(maxlen=FRAMES_MAX))
                 kept.append((unix, *(row[name] for name in NODE_SERIES)))
-
-
-class _Later:
-    """A call on a thread of its own, while this one does something else."""
-
-    def __init__(self, call: Callable[[], list[ClientReport]]) -> None:
-        self._found: list[ClientReport] = []
-        self._thread = threading.Thread(target=lambda: self._found.extend(call()), name="kvstore-clients", daemon=True)
-        self._thread.start()
-
-    def result(self) -> list[ClientReport]:
-        self._thread.join()
-        return self._found
 
 
 def _between(before: NodeReport | None, after: NodeReport, seconds: float) -> dict[str, float] | None:

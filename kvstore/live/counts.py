@@ -41,6 +41,11 @@ class Counts:
     def sum(self, name: str, **labels: str) -> float:
         return sum(value for found, value in self._families.get(name, ()) if labels.items() <= found.items())
 
+    def by_name(self, name: str, **labels: str) -> float | None:
+        """As sum; None where there is no such sample."""
+        found = [value for have, value in self._families.get(name, ()) if labels.items() <= have.items()]
+        return sum(found) if found else None
+
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """Sums by the values of one label."""
         sums: dict[str, float] = defaultdict(float)

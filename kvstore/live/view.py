@@ -10,15 +10,17 @@ from kvstore.cli.output import STYLES
 from kvstore.live.frame import Data
 from kvstore.units import format_bytes, format_seconds
 
-KEYS: Final = "q quit  n nodes  s classes  o owners  c clients  / filter  < > sort  r reverse  p pause  ? help"
+KEYS: Final = "q quit  n nodes  s classes  o owners  c clients  a agents  d directories  / filter  < > sort  r reverse  p pause  ? help"
 HELP: Final = """\
 n  nodes, worst first       s  retention classes      o  owners      c  watched clients
+a  agents among them        d  window directories
 <  >  sort by the column before or after    r  reverse    up, down, page  scroll
 /  show only rows with this text (Enter keeps it, Esc drops it)
 p  pause and go on          ?  this help              q, Ctrl-C  quit
 
 READ, WRITE, P99: bytes on data connections with parity, and seconds of READ requests, of the last interval.
-hit: tokens of five minutes, counted by the clients named with --client; -: unknown, or no traffic."""
+hit: tokens of five minutes, counted by the clients named with --client; -: unknown, or no traffic.
+FOUND, WINDOWS FOUND: of window keys asked of a directory, of window entries asked of an agent, in five minutes."""
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 SPARKS_ASCII: Final = "_.:-=+*#"
 CHECKS_MAX: Final = 4
@@ -82,8 +84,40 @@ TABLES: Final[Mapping[str, tuple[Column, ...]]] = {
         Column("AGE", "age_seconds", format_seconds),
         Column("ERROR", "error", left=True),
     ),
+    "agents": (
+        Column("AGENT", "url", left=True),
+        Column("STATE", "state", left=True),
+        Column("WORKERS", "workers", TOKENS),
+        Column("PINNED", "pinned_bytes", format_bytes),
+        Column("RAM", "ram_used_bytes", format_bytes),
+        Column("RAM HIT %", "ram_hit_ratio", PERCENT),
+        Column("WINDOWS", "window_entries", TOKENS),
+        Column("BYTES", "window_bytes", format_bytes),
+        Column("FOUND %", "window_hit_ratio", PERCENT),
+        Column("ERROR", "error", left=True),
+    ),
+    "directories": (
+        Column("DIRECTORY", "address", left=True),
+        Column("STATE", "state", left=True),
+        Column("ENTRIES", "entries", TOKENS),
+        Column("AGENTS", "agents", TOKENS),
+        Column("ASKED /s", "located_per_second", PER_SECOND),
+        Column("FOUND %", "found_ratio", PERCENT),
+        Column("LOST /s", "lost_per_second", PER_SECOND),
+        Column("USED", "memory_bytes", format_bytes),
+        Column("OF", "memory_max_bytes", format_bytes),
+        Column("ERROR", "error", left=True),
+    ),
 }
-SORTED_BY: Final = {"nodes": "read_p99_seconds", "classes": "lookup_tokens", "owners": "lookup_tokens", "clients": "url"}
+SORTED_BY: Final = {
+    "nodes": "read_p99_seconds", "classes": "lookup_tokens", "owners": "lookup_tokens", "clients": "url", "agents": "url",
+    "directories": "address",
+}  # fmt: skip
+NONE: Final = {
+    "clients": "no client is watched: --client http://HOST:PORT",
+    "agents": "none of the watched clients is an agent: --client http://HOST:PORT, the address of its --http",
+    "directories": "no window directory in the map: directories = [...], or --directory HOST:PORT",
+}
 
 Line = tuple[str, str]  # text, style
 
@@ -103,7 +137,7 @@ class View:
 
     def show(self, table: str) -> None:
         self.table, self.sort, self.offset = table, SORTED_BY[table], 0
-        self.descending = table != "clients"
+        self.descending = SORTED_BY[table] not in ("url", "address")
 
     def move_sort(self, step: int) -> None:
         fields = [column.field for column in TABLES[self.table]]
@@ -133,7 +167,7 @@ def table_lines(frame: Data, view: View, *, mark: bool = False) -> list[Line]:
     styles = ["red" if row.get("state") == "down" else "yellow" if row.get("state") in ORDER or row.get("short") else "" for row in rows]
     body = [(line(words), style) for words, style in zip(cells, styles, strict=True)]
     if not body:
-        none = {"clients": "no client is watched: --client http://HOST:PORT"}.get(view.table, f"no {view.table}")
+        none = NONE.get(view.table, f"no {view.table}")
         body = [(f'no row with "{view.filter}"' if view.filter else none, "dim")]
     return [(line(marked), "bold"), *body]
 

@@ -171,6 +171,59 @@ PLOTS: Final = (
         ((f'sum by (result) (rate(kvstore_node_requests_total{{{NODES},result=~"{BAD_RESULTS}"}}[$__rate_interval]))', "{{result}}"),),
         width=8,
     ),
+    Panel(
+        "Window entries found", "Of entries asked of agents, own ones and others'; of keys asked of directories", "percentunit",
+        (
+            (f"kvstore:window_hit_ratio:rate5m{{{NODES}}}", "agents"),
+            (
+                f'sum by (cluster) (rate(kvstore_directory_keys_total{{{NODES},what="found"}}[$__rate_interval]))'
+                f' / (sum by (cluster) (rate(kvstore_directory_keys_total{{{NODES},what="located"}}[$__rate_interval])) > 0)',
+                "directories",
+            ),
+        ),
+        width=8,
+    ),
+    Panel(
+        "Window entries held", "In agents' RAM, and known to directories: a key in two agents counts twice there", "short",
+        (
+            (f"sum by (instance) (kvstore_window_entries{{{NODES}}}) > 0", "{{instance}}"),
+            (f"sum by (instance) (kvstore_directory_entries{{{NODES}}})", "directory {{instance}}"),
+        ),
+        width=8,
+    ),
+    Panel(
+        "Window directories: keys", "A second. evicted, displaced: entries gone before their time.", "ops",
+        (
+            (
+                f'sum by (what) (rate(kvstore_directory_keys_total{{{NODES},what=~"registered|located|touched"}}[$__rate_interval]))',
+                "{{what}}",
+            ),
+            (
+                f'sum by (reason) (rate(kvstore_directory_gone_entries_total{{{NODES},reason=~"evicted|displaced"}}[$__rate_interval]))',
+                "{{reason}}",
+            ),
+        ),
+        width=8,
+    ),
+    Panel(
+        "Agents: workers", "Engine workers attached, of the agents that take work", "short",
+        ((f"sum by (instance) (kvstore_agent_workers{{{NODES}}}) * on (instance) kvstore_agent_ready", "{{instance}}"),), width=8,
+    ),
+    Panel(
+        "Agents: shared memory pinned", "What loads are staged in, against all there is", "percentunit",
+        (
+            (
+                f'sum by (instance) (kvstore_agent_memory_bytes{{{NODES},kind="pinned"}})'
+                f' / sum by (instance) (kvstore_agent_memory_bytes{{{NODES},kind="capacity"}})',
+                "{{instance}}",
+            ),
+        ),
+        width=8,
+    ),
+    Panel(
+        "Agents: workers' requests not served", "By outcome. refused: asked for wrongly; gone: the worker was.", "ops",
+        ((f'sum by (result) (rate(kvstore_agent_requests_total{{{NODES},result!="ok"}}[$__rate_interval]))', "{{result}}"),), width=8,
+    ),
 )  # fmt: skip
 
 
