@@ -106,6 +106,13 @@ void DirectService::submit(std::shared_ptr<DiskRead> read) {
   if (first && write(wake_, &one, sizeof one) < 0) std::terminate();
 }
 
+bool DirectService::room_at_disk(const Span& next) const {
+  if (at_disk_.empty()) return true;
+  uint64_t bytes = next.to - next.from;
+  for (const auto& [key, read] : at_disk_) bytes += read->span->to - read->span->from;
+  return at_disk_.size() < shared.config.read_depth && bytes <= DISK_BYTES;
+}
+
 void DirectService::begin(const std::shared_ptr<DiskRead>& read) {
   Span& s = *read->span;
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);   // the ring has depth + 1 of them: never null
@@ -130,7 +137,7 @@ void DirectService::run() {
       queue_.clear();
       stopping = stopping_;
     }
-    while (!waiting.empty() && (stopping || at_disk_.size() < shared.config.read_depth)) {
+    while (!waiting.empty() && (stopping || room_at_disk(*waiting.front()->span))) {
       auto read = std::move(waiting.front());
       waiting.pop_front();
       if (stopping || read->job->dropped.load()) finish(std::move(read), Status::INTERNAL);

@@ -1,7 +1,8 @@
 // The disk side of the direct engine: one io_uring, its thread, its huge-page buffers and the cache of what is read again.
 //
-// A span is an aligned run of a segment file in memory; whoever sends from it shares it with the cache. Depth is of the whole daemon:
-// 12 daemons that each kept 4 reads at one disk were slower than with 2 (tried). Reads are served in the order they were asked.
+// A span is an aligned run of a segment file in memory; whoever sends from it shares it with the cache. Depth is of the whole daemon,
+// and bounded in bytes: more at the disk makes it no faster, only later, and all of it arrives at once in the end, when the processors
+// have to work it off alone (docs/PERFORMANCE.md). Reads are served in the order they were asked.
 //
 // The engine "auto" is this one beside the page cache: what is in there goes out by sendfile; what is not is read O_DIRECT, which takes
 // half the time of readahead (tried: 5 ms against 10 for 7 MB); what is so read a second time is fetched into the page cache afterwards.
@@ -89,7 +90,9 @@ class DirectService final : public ReadService {
   SpanCache cache;
 
  private:
+  static constexpr uint64_t DISK_BYTES = 1 << 20;   // what an SSD moves in its latency, twice over
   void run();
+  bool room_at_disk(const Span& next) const;
   void begin(const std::shared_ptr<DiskRead>& read);
   void finish(std::shared_ptr<DiskRead> read, Status status);
 

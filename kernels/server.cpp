@@ -179,7 +179,7 @@ void bind_server(nb::module_& m) {
           nb::arg("bucket_seconds") = 60, nb::arg("io") = "buffered", nb::arg("bulk_threads") = 2, nb::arg("write_threads") = 2,
           nb::arg("connections_max") = 4096, nb::arg("write_arena_bytes") = 96ull << 20, nb::arg("connection_bytes_max") = 16ull << 20,
           nb::arg("read_head_bytes_max") = 64ull << 20, nb::arg("read_arena_bytes") = 32ull << 20, nb::arg("read_cache_bytes") = 64ull << 20,
-          nb::arg("read_depth") = 2, nb::arg("idle_timeout_seconds") = 300.0, nb::arg("progress_timeout_seconds") = 3.0,
+          nb::arg("read_depth") = 8, nb::arg("idle_timeout_seconds") = 300.0, nb::arg("progress_timeout_seconds") = 3.0,
           nb::arg("congestion_control") = "", nb::arg("rdma_device") = "off", nb::arg("rdma_pool_bytes") = 16ull << 20,
           nb::arg("rdma_pairs_max") = 1024, nb::keep_alive<1, 2>())
       .def_prop_ro("port", &Server::port)

@@ -29,7 +29,7 @@ struct ServerConfig : FrontConfig {
   std::string rdma_device = "off";                // or "auto", or a name
   uint64_t rdma_pool_bytes = 16ull << 20;         // registered: through it goes what lies outside the direct engine's memory
   uint32_t rdma_pairs_max = 1024;                 // queue pairs; past it BUSY, and the client stays on TCP
-  uint32_t read_depth = 2;                        // direct engine: reads at the disk at once (deeper was slower: 12 daemons share it)
+  uint32_t read_depth = 8;                        // direct engine: reads at the disk at once
 };
 
 class ReadService;

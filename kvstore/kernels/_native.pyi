@@ -127,7 +127,7 @@ class Server:
         read_head_bytes_max: int = ...,
         read_arena_bytes: int = ...,
         read_cache_bytes: int = ...,
-        read_depth: int = 2,
+        read_depth: int = 8,
         idle_timeout_seconds: float = 300.0,
         progress_timeout_seconds: float = 3.0,
         congestion_control: str = "",

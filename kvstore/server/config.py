@@ -46,7 +46,7 @@ class NodeConfig:
     connection_bytes_max: int = 16 << 20  # the same of one connection; past it not read from
     read_arena_bytes: int = 32 << 20  # direct engine: read and not yet sent
     read_cache_bytes: int = 64 << 20  # direct engine: what was read twice; 0: none
-    read_depth: int = 2  # direct engine: reads at the disk at once, 1..256
+    read_depth: int = 8  # direct engine: reads at the disk at once, 1..256; together at most 1 MiB
     idle_timeout_seconds: float = 300.0  # a connection without requests is closed
     progress_timeout_seconds: float = 3.0  # a peer that neither takes nor gives what it owes is cut
     congestion_control: str = "cubic"  # of TCP; "host": what the host uses by default
@@ -136,7 +136,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
     add("--write-memory", metavar="SIZE", help="records received and not yet stored; past it BUSY (default 96MiB)")
     add("--read-memory", metavar="SIZE", help="direct engine: read and not yet sent (default 32MiB)")
     add("--read-cache-bytes", metavar="SIZE", help="direct engine: kept of what was read twice (default 64MiB)")
-    add("--read-depth", type=int, metavar="N", help="direct engine: reads at the disk at once (default 2)")
+    add("--read-depth", type=int, metavar="N", help="direct engine: reads at the disk at once, together at most 1 MiB (default 8)")
     add("--idle-timeout", metavar="TIME", help="a connection without requests is closed after this (default 5m)")
     add("--progress-timeout", metavar="TIME", help="a peer that stands still in mid-message is cut after this (default 3s)")
     add("--congestion-control", metavar="NAME", help="of TCP, or host for what this host uses by default (default cubic)")
