@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "priority.hpp"
 #include "tcp.hpp"
 
 namespace kv::client {
@@ -67,7 +68,7 @@ void Learnt::add(int64_t ns) {
 
 // --- Loop ---
 
-Loop::Loop() {
+Loop::Loop(bool gives_way) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
@@ -77,7 +78,7 @@ Loop::Loop() {
     if (wake_ >= 0) ::close(wake_);
     throw std::system_error(error, std::generic_category(), "client event loop");
   }
-  thread_ = std::thread([this] { run(); });
+  thread_ = std::thread([this, gives_way] { run(gives_way); });
 }
 
 Loop::~Loop() { stop(); }
@@ -149,7 +150,8 @@ bool Loop::sweep(int64_t now) {
   return !conns_.empty();
 }
 
-void Loop::run() {
+void Loop::run(bool gives_way) {
+  if (gives_way) give_way_to_loads();
   pthread_setname_np(pthread_self(), "kv-client");
   epoll_event events[EVENTS_MAX];
   int64_t next_sweep = 0;
@@ -205,13 +207,14 @@ Net::Net(const NetConfig& c, const std::vector<std::string>& addresses) : config
     nodes.push_back(std::move(node));
   }
   small_loop = std::make_unique<Loop>();
-  for (uint32_t i = 0; i < c.loops; i++) bulk_loops.push_back(std::make_unique<Loop>());
+  for (uint32_t i = 0; i < c.loops; i++) bulk_loops.push_back(std::make_unique<Loop>()), write_loops.push_back(std::make_unique<Loop>(true));
 }
 
 Net::~Net() { stop(); }
 
 void Net::stop() {
   for (auto& loop : bulk_loops) loop->stop();
+  for (auto& loop : write_loops) loop->stop();
   small_loop->stop();
 }
 

@@ -39,7 +39,7 @@ inline constexpr Outcome outcome(Status s) { return uint32_t(s); }
 
 struct NetConfig {
   wire::Role small_role = wire::Role::SMALL;   // DIRECTORY where the peers are window directories
-  uint32_t loops = 2;                       // bulk threads; small messages have one of their own
+  uint32_t loops = 2;                       // threads of reads, and as many of writes; small messages have one of their own
   uint32_t bulk_connections_max = 2048;
   int64_t connect_timeout_ns = 1 * SECOND;
   int64_t stall_timeout_ns = 3 * SECOND;    // nothing heard while something is owed: the connection is half open
@@ -76,7 +76,7 @@ class WriteConn;
 
 class Loop {
  public:
-  Loop();
+  explicit Loop(bool gives_way = false);   // to loads
   ~Loop();
   Loop(const Loop&) = delete;
   void stop();                                  // joins; connections are closed on the loop's thread first
@@ -96,7 +96,7 @@ class Loop {
     std::function<void()> task;
     bool operator<(const Timer& o) const { return when != o.when ? when > o.when : order > o.order; }
   };
-  void run();
+  void run(bool gives_way);
   void wake_locked();
   void run_posted();
   int64_t run_timers();   // when the next is due
@@ -163,10 +163,11 @@ class Net {
   Learnt discover_delay{3 * MS, 100 * MS, 4.0}, promise_delay{3 * MS, 100 * MS, 4.0}, small_delay{3 * MS, 100 * MS, 4.0};
   std::vector<std::unique_ptr<Node>> nodes;
   std::unique_ptr<Loop> small_loop;
-  std::vector<std::unique_ptr<Loop>> bulk_loops;
+  std::vector<std::unique_ptr<Loop>> bulk_loops, write_loops;
 
   uint64_t next_id() { return ids_.fetch_add(1, std::memory_order_relaxed); }
   Loop& bulk_loop(uint32_t node) { return *bulk_loops[node % bulk_loops.size()]; }
+  Loop& write_loop(uint32_t node) { return *write_loops[node % write_loops.size()]; }
   void failed(Node& node);      // a connection could not be made or went silent: held for down for a while, longer each time
   void succeeded(Node& node);
   void stop();

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "client_small.hpp"
+#include "priority.hpp"
 #include "record.hpp"
 
 namespace kv::client {
@@ -225,7 +226,7 @@ void StoreExtent::resolve(Stored result) {
   for (auto& task : tasks_) {
     if (!task->refers) continue;
     Node& node = *writer_.shared->net->nodes[task->node];
-    Loop& loop = writer_.shared->net->bulk_loop(node.index);
+    Loop& loop = writer_.shared->net->write_loop(node.index);
     loop.post([&node, task] {
       std::shared_ptr<WriteConn> conn;
       {
@@ -396,6 +397,7 @@ void Writer::abandon() {
 
 void Writer::run() {
   pthread_setname_np(pthread_self(), "kv-client-store");
+  give_way_to_loads();
   constexpr auto CHECK = std::chrono::milliseconds(20);
   std::unique_lock lock(mutex_);
   while (!stopping_) {

@@ -11,7 +11,7 @@ namespace kv::client {
 
 using wire::FrameHeader;
 
-WriteConn::WriteConn(Net& n, Node& to, Writer& writer) : Conn(n, to, n.bulk_loop(to.index), wire::Role::BULK), writer_(writer.shared_from_this()) {}
+WriteConn::WriteConn(Net& n, Node& to, Writer& writer) : Conn(n, to, n.write_loop(to.index), wire::Role::BULK), writer_(writer.shared_from_this()) {}
 
 std::shared_ptr<WriteConn> WriteConn::of(Net& net, Node& node, Writer& writer) {
   std::lock_guard lock(node.mutex);

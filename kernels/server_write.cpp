@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include "priority.hpp"
+
 namespace kv {
 
 Putter::Putter(ServerShared& shared, uint32_t threads) : shared_(shared) {
@@ -36,6 +38,7 @@ void Putter::stop() {
 }
 
 void Putter::run() {
+  give_way_to_loads();
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return stopping_ || !queue_.empty(); });

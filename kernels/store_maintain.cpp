@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <filesystem>
 
+#include "priority.hpp"
 #include "store_impl.hpp"
 
 namespace kv {
@@ -62,6 +63,7 @@ void StoreImpl::look_for_zombies() {
 }
 
 void StoreImpl::run_maintenance() {
+  give_way_to_loads();
   uint64_t last_second = 0, last_purge = 0, last_zombies = 0;
   while (pause(TICK_MS)) {
     if (index_bad_) replace_index();
@@ -105,6 +107,7 @@ void StoreImpl::run_maintenance() {
 }
 
 void StoreImpl::run_sync() {
+  give_way_to_loads();
   while (pause(1000)) {
     sync_data();
     segments_.give_back_ahead();

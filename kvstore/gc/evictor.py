@@ -6,9 +6,11 @@ transaction in which last use is read again, so what was touched or promised mea
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
@@ -19,6 +21,7 @@ from kvstore.wire import Gone
 
 _BATCH_ROWS: Final = 256
 _PEEK_ROWS: Final = 64
+_NICE: Final = 10  # as kernels/priority.hpp
 _BACKOFF_SECONDS: Final = (0.05, 2.0)  # nothing could go (all is promised): first and longest pause
 
 OnEvicted = Callable[[str, str, Sequence[int], Sequence[float]], None]
@@ -69,6 +72,8 @@ class Evictor:
             self._thread = None
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # as native threads that tidy up: behind those that read
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         pause = _BACKOFF_SECONDS[0]
         while not self._stopping.is_set() and not self._store.wait_started(1.0):
             pass  # before the start scan is over, only a part of the queues is known

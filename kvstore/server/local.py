@@ -285,8 +285,9 @@ class LocalCluster:
             self.node_directory(node).mkdir(parents=True, exist_ok=True)
         command = [*module_command("kvstore.server.child"), str(os.getpid()), *self._arguments(node)]
         with self.log_path(node).open("ab") as log:
-            # Its own session: Ctrl-C on the terminal reaches the parent alone, which then stops the daemons in order.
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+            # Its own process group: Ctrl-C on the terminal reaches the parent alone, which then stops the daemons in order. Not its
+            # own session: the kernel shares out processors by session, and low priorities would count within each daemon alone.
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, process_group=0)
         self._processes[node] = process
         self.directory.joinpath(f"{self._name(node)}.pid").write_text(f"{process.pid}\n")
         ready: Future[dict[str, Any]] = Future()
