@@ -103,7 +103,11 @@ class Compute:
         self._left, self._right = (torch.randn(PRODUCT_ROWS, PRODUCT_ROWS, generator=dice) for _ in range(2))
         self._out = torch.empty(PRODUCT_ROWS, PRODUCT_ROWS)
         self.pool = ThreadPoolExecutor(1, "compute", initializer=self._settle, initargs=(where,))
-        self.product_seconds = statistics.median(self.pool.submit(self._product_seconds).result() for _ in range(9))
+        self.calibrate()
+
+    def calibrate(self) -> None:
+        """What a product takes now."""
+        self.product_seconds = statistics.median(self.pool.submit(self._product_seconds).result() for _ in range(5))
 
     def _settle(self, where: set[int]) -> None:
         """Of the pool's thread: torch keeps its number of threads for each thread that calls it."""
@@ -167,12 +171,12 @@ class Overlap:
         self.compute = Compute(self.where_compute)
         stack.callback(self.compute.pool.shutdown)
         for _ in range(3):  # into the page cache, and the client's first connections
-            self.load_seconds = self._load()
+            self._load()
 
     def times(self, shape: Shape, ratio: float, rounds: int, warm_up: int) -> Times:
         """`ratio`: of one layer's compute to one layer's load."""
-        self.load_seconds = statistics.median(self._load() for _ in range(3))
-        layer = ratio * self.load_seconds / shape.layers
+        self.compute.calibrate()
+        layer = ratio * statistics.median(self._load() for _ in range(5)) / shape.layers
         found = Times()
         takes = (
             self._load, lambda: self._alone(shape, layer), lambda: self._streamed(shape, layer, found.busy),

@@ -24,6 +24,7 @@ from benchmarks.harness import (
     percentile,
     with_worst,
 )
+from benchmarks.overlap import ALIKE, PREFILL, allowed
 
 load_registry()
 IDS_OF_THE_TABLE = {
@@ -59,6 +60,11 @@ def test_measurement_runs_at_smoke_size_and_gives_its_ids(measure: Measure, tmp_
         bench.close()
     assert set(MEASUREMENTS[measure]) <= figures.keys()
     assert all(math.isfinite(figure.value) for figure in figures.values())
+
+
+def test_what_planes_allow_to_hide_follows_from_their_bytes() -> None:
+    assert [round(allowed(PREFILL, ratio), 2) for ratio in (0.25, 1.0, 2.0, 4.0)] == [0.25, 0.9, 1.0, 1.0]
+    assert [round(allowed(ALIKE, ratio), 2) for ratio in (1.0, 1.6, 2.0)] == [0.5, 0.8, 0.9]
 
 
 def test_bars_hold_at_their_limit() -> None:
