@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -247,7 +247,8 @@ def draw(found: dict[tuple[str, float], Times], path: Path) -> None:
     fine = [2 ** (step / 8 - 2) for step in range(33)]
     for shape in (PREFILL, ALIKE):
         points = sorted((times.ratio(shape), times.hidden(times.streamed)) for (name, _), times in found.items() if name == shape.name)
-        series.append(Series(f"{shape.name}: measured", [x for x, _ in points], [y for _, y in points], kind="points"))
+        if points:
+            series.append(Series(f"{shape.name}: measured", [x for x, _ in points], [y for _, y in points], kind="points"))
         series.append(Series(f"{shape.name}: what its planes allow", fine, [allowed(shape, x) for x in fine]))
     figure = lines(
         series, title="Load time hidden behind compute, layer by layer", x_label="compute of a layer / load of a layer",
@@ -259,21 +260,33 @@ def draw(found: dict[tuple[str, float], Times], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description="How much of a load is hidden behind compute.")
     parser.add_argument("--blocks", type=int, default=SCALES["ci"].chain_blocks, help="of the prompt (default: %(default)s, 68 MB)")
-    parser.add_argument("--rounds", type=int, default=SCALES["ci"].rounds, help="of each ratio (default: %(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=SCALES["ci"].rounds,
+        help="of each ratio (default: %(default)s; 0: the plot of what planes allow alone)",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "overlap.svg", help="the plot (default: docs/overlap.svg)")
     asked = parser.parse_args(arguments)
-    found = {}
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as scratch, ExitStack() as stack:
-        scale = SCALES["ci"].__class__(**{**vars(SCALES["ci"]), "chain_blocks": asked.blocks})
-        overlap = Overlap(Bench(scale, Path(scratch)), stack)
-        for shape in (PREFILL, ALIKE):
-            for ratio in RATIOS:
-                times = found[shape.name, ratio] = overlap.times(shape, ratio, asked.rounds, warm_up=1)
-                share = f"{times.hidden(times.streamed):.2f} of {allowed(shape, ratio):.2f}"
-                print(f"{shape.name:<16} {ratio:>5g}  hidden {share}; {times.note(shape)}", flush=True)
+    found: dict[tuple[str, float], Times] = {}
+    if asked.rounds:
+        found = _measured(asked.blocks, asked.rounds)
     draw(found, asked.out)
     print(asked.out)
     return 0
+
+
+def _measured(blocks: int, rounds: int) -> dict[tuple[str, float], Times]:
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as scratch, ExitStack() as stack:
+        scale = replace(SCALES["ci"], chain_blocks=blocks)
+        overlap = Overlap(Bench(scale, Path(scratch)), stack)
+        for shape in (PREFILL, ALIKE):
+            for ratio in RATIOS:
+                times = found[shape.name, ratio] = overlap.times(shape, ratio, rounds, warm_up=1)
+                share = f"{times.hidden(times.streamed):.2f} of {allowed(shape, ratio):.2f}"
+                print(f"{shape.name:<16} {ratio:>5g}  hidden {share}; {times.note(shape)}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

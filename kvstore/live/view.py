@@ -10,7 +10,7 @@ from kvstore.cli.output import STYLES
 from kvstore.live.frame import Data
 from kvstore.units import format_bytes, format_seconds
 
-KEYS: Final = "q quit  n nodes  s classes  o owners  c clients  a agents  d directories  / filter  < > sort  r reverse  p pause  ? help"
+KEYS: Final = "q quit  ? help  n nodes  s classes  o owners  c clients  a agents  d directories  / filter  < > sort  r reverse  p pause"
 HELP: Final = """\
 n  nodes, worst first       s  retention classes      o  owners      c  watched clients
 a  agents among them        d  window directories
