@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import random
+import json
 import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from benchmarks import equal_parts
 from benchmarks.engine_rig import (
     DRAFTING,
     MINI,
     NODES,
-    TINY,
-    WAIT_SECONDS,
     EngineConfig,
     Tally,
     alone,
@@ -28,7 +24,6 @@ from benchmarks.engine_rig import (
     model_of,
     one_thread,
     settled,
-    submit,
     text,
 )
 from benchmarks.harness import ROOT, Bench, Figure, equal_to, measures
@@ -37,141 +32,45 @@ from kvstore.client.load import Load
 from kvstore.client.ticket import Ticket
 from kvstore.client.values import PlaneReady
 from kvstore.engine_integration.engine import Engine, RequestOptions, agent_config, host_of
-from kvstore.engine_integration.model import ModelConfig, Resume, WindowUse, hit_tokens_max, plan_resume
-from kvstore.engine_integration.model.model import Model
-from kvstore.engine_integration.model.state import Bytes
+from kvstore.engine_integration.model import hit_tokens_max
 from kvstore.errors import Unreachable
 
+PROCESSES = 2  # of resume_equal
 CASE_TESTS = ("tests/test_model_resume.py", "tests/test_model_speculate.py", "tests/test_model_cluster.py", "tests/test_engine_cluster.py",
               "tests/test_engine_faults.py")  # fmt: skip
 PASSED = re.compile(r"(\d+) (passed|failed|error)")
 
 
-def stored(model: Model, tokens: list[int]) -> tuple[Bytes, dict[int, bytes]]:
-    """Blocks, and entries at all multiples, of another request that had this text."""
-    state, entries = model.begin(len(tokens)), {}
-    for at in range(0, len(tokens), model.config.block):
-        model.feed(state, tokens[at : at + model.config.block])
-        entries.update(state.entries)
-    return state.export_blocks(0, len(tokens) // model.config.block), entries
-
-
-def logits_of(model: Model, tokens: list[int], plan: Resume | None = None, blocks: Bytes | None = None, entry: bytes | None = None) -> Any:
-    """Logits of the prompt's last rows, and the blocks of the whole prompt."""
-    state = model.begin(len(tokens), plan, blocks, entry)
-    logits = model.feed(state, tokens[plan.start_tokens if plan else 0 :])
-    return logits, state.export_blocks(0, len(tokens) // model.config.block)
-
-
-def same(one: Any, other: Any) -> bool:
-    return torch.equal(one[0], other[0]) and np.array_equal(one[1], other[1])
-
-
-def ways(config: ModelConfig, length: int, blocks: int, entries: dict[int, bytes]) -> dict[WindowUse, Resume]:
-    """A window hit; from an older window; by exact replay. Fewer where the prompt is short."""
-    end = hit_tokens_max(config, length)
-    found = {}
-    for newest in (end, end - 2 * config.block, 0):
-        plan = plan_resume(config, length, blocks, {at for at in entries if at <= newest})
-        found[plan.window] = plan
-    return found
-
-
-def logits_equal(model: Model, lengths: list[int]) -> Tally:
-    tally = Tally()
-    whole = text(max(lengths) // model.config.block * model.config.block + model.config.block)
-    blocks, entries = stored(model, whole)
-    for length in lengths:
-        cold = logits_of(model, whole[:length])
-        for window, plan in ways(model.config, length, len(blocks), entries).items():
-            resumed = logits_of(model, whole[:length], plan, blocks, entries.get(plan.start_tokens))
-            tally.add(f"{length} tokens by {window.value}", same(resumed, cold))
-    return tally
-
-
-def texts_equal(bench: Bench, batches: tuple[int, ...], turns: int) -> Tally:
-    """Conversations, so many at once as `batches` says, with and without guesses, arriving at random; each turn hits what prefill and
-    decode stored in the one before. Then each last prompt anew without window entries, exact."""
-    tally, model = Tally(), model_of(DRAFTING)
-    chosen = random.Random(11)
-    with cluster_beside(bench.directory / "texts", model) as (_, host):
-        for batch in batches:
-            for speculate in (False, True):
-                conversations = [text(chosen.randrange(1, 120), chosen.randrange(1 << 30)) for _ in range(batch)]
-                with Engine(model, host) as engine:
-                    for turn in range(turns):
-                        requests = []
-                        for prompt in conversations:
-                            threading.Event().wait(chosen.random() * 0.02)  # of a few steps
-                            requests.append(submit(engine, prompt, 20 + turn, RequestOptions(speculate=speculate, resume="exact")))
-                        for number, request in enumerate(requests):
-                            answer, prompt = request.result(WAIT_SECONDS).tokens, conversations[number]
-                            tally.add(f"{batch} at once, turn {turn}, guesses {speculate}", answer == alone(model, prompt, 20 + turn))
-                            conversations[number] = prompt + answer + text(9, turn)
-                        settled(host)
-                with Engine(model, host_of(host.client, model.config)) as engine:
-                    requests = [submit(engine, prompt, 12, RequestOptions(resume="exact", store=False)) for prompt in conversations]
-                    for request, prompt in zip(requests, conversations, strict=True):
-                        response = request.result(WAIT_SECONDS)
-                        tally.add(f"{batch} at once, no window: {response.window}", response.tokens == alone(model, prompt, 12))
-    return tally
-
-
 @measures("resume_bit_equal", "bounded_short_equal", "rollback_equal")
 def resume_equal(bench: Bench) -> dict[str, Figure]:
-    smoke = bench.scale.name == "smoke"
-    with one_thread():
-        tiny, mini = model_of(TINY), model_of(MINI)
-        chosen = random.Random(3)
-        every = logits_equal(tiny, list(range(1, 386)) if not smoke else list(range(1, 386, 96)))
-        edges = [127, 128, 129, 133, 134, 135, 262, 263, 385]
-        small = logits_equal(mini, edges if not smoke else [263])
-        long = logits_equal(mini, sorted(chosen.randrange(400, 2_500) for _ in range(20))) if not smoke else Tally()
-        texts = texts_equal(bench, (3,), 2) if smoke else texts_equal(bench, (1, 3, 8) * 4, 3)
-        figures = {
-            "resume_bit_equal.1_to_385": Figure(every.share, equal_to(1), every.note),
-            "resume_bit_equal.mini": Figure(small.share, equal_to(1), small.note),
-            "resume_bit_equal.text": Figure(texts.share, equal_to(1), texts.note),
-        }
-        if not smoke:
-            figures["resume_bit_equal.20_long"] = Figure(long.share, equal_to(1), long.note)
-        bounded, back = bounded_equal(tiny, smoke), rollback_equal(tiny, smoke)
-        figures["bounded_short_equal"] = Figure(bounded.share, equal_to(1), bounded.note)
-        figures["rollback_equal"] = Figure(back.share, equal_to(1), back.note)
-    return figures
+    """Seven minutes of processor time at full size: two processes share it, and say how far they are."""
+    if bench.scale.name == "smoke":
+        found = equal_parts.run(equal_parts.Share(bench.directory))
+    else:
+        found = in_processes(bench.directory)
+    return {name: Figure(tally.share, equal_to(1), tally.note) for name, tally in found.items()}
 
 
-def bounded_equal(tiny: Model, smoke: bool) -> Tally:
-    """Bounded replay where the hit is one window at most begins at the prompt's start."""
-    tally = Tally()
-    for model in (tiny,) if smoke else (tiny, model_of(MINI)):
-        config = model.config
-        blocks, _ = stored(model, text(3 * config.block))
-        first = config.slots + config.block
-        for length in range(first, first + config.block, 1 if config.block < 100 else 16):
-            plan = plan_resume(config, length, len(blocks), mode="bounded")
-            prompt = text(3 * config.block)[:length]
-            equal = plan.window is WindowUse.BOUNDED and same(logits_of(model, prompt, plan, blocks), logits_of(model, prompt))
-            tally.add(f"{config.name}, {length} tokens", equal)
-    return tally
-
-
-def rollback_equal(model: Model, smoke: bool) -> Tally:
-    """1 to 6 tokens taken back that end at, cross, or begin at a stored boundary: logits, blocks and the next entry as without them."""
-    tally, size = Tally(), model.config.block
-    tokens, wrong = text(7 * size), text(size, 9)
-    want = logits_of(model, tokens[: 6 * size + 3])
-    _, entries = stored(model, tokens)
-    for back in range(1, model.config.spare + 1):
-        for kept in range(3 * size - back, 3 * size + 2, 3 if smoke else 1):
-            state = model.begin(6 * size + 3)
-            model.feed(state, tokens[:kept])
-            model.feed(state, wrong[:back])
-            state.rollback(back)
-            logits = model.feed(state, tokens[kept : 6 * size + 3])[-model.config.slots :]
-            equal = same((logits, state.export_blocks(0, 6)), want) and state.entries[6 * size] == entries[6 * size]
-            tally.add(f"{back} tokens back to {kept}", equal)
-    return tally
+def in_processes(directory: Path) -> dict[str, Tally]:
+    """All parts, every share in a process of its own."""
+    command = [sys.executable, "-m", equal_parts.__name__, str(directory)]
+    running = [
+        subprocess.Popen([*command, str(first), str(PROCESSES)], cwd=ROOT, stdout=subprocess.PIPE, text=True) for first in range(PROCESSES)
+    ]
+    found: dict[str, Tally] = {}
+    try:
+        for process in running:
+            answer, _ = process.communicate()
+            if process.returncode:
+                raise RuntimeError(f"a share of the comparison ended with {process.returncode}")
+            for name, (cases, right, wrong) in json.loads(answer).items():
+                found.setdefault(name, Tally()).take(cases, right, wrong)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+    return found
 
 
 @measures("hit_rule")
@@ -230,7 +129,7 @@ def failed_loads(bench: Bench) -> dict[str, Figure]:
     smoke = bench.scale.name == "smoke"
     with one_thread(), cluster_beside(bench.directory / "failing", model) as (cluster, plain):
         host = Faulty(plain.client, config=agent_config(model.config, serve=False))
-        prompts = [text(550 + 40 * n, n) for n in range(1 if smoke else 4)]
+        prompts = [text(550 + 40 * n, n) for n in range(4)] if not smoke else [text(300)]
         want = [alone(model, prompt, count) for prompt in prompts]
         with Engine(model, host, EngineConfig(load_deadline_seconds=1.5, resume="exact")) as engine:
             for prompt in prompts:
@@ -263,7 +162,7 @@ def failed_loads(bench: Bench) -> dict[str, Figure]:
 @measures("model_cases")
 def model_cases(bench: Bench) -> dict[str, Figure]:
     """The cases that were a bug somewhere, as tests: passed / run."""
-    files = CASE_TESTS if bench.scale.name != "smoke" else (CASE_TESTS[0], "-k", "hits_all_but")
+    files = CASE_TESTS if bench.scale.name != "smoke" else ("tests/test_errors.py",)  # that it starts and is understood
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     counts = {word: int(number) for number, word in PASSED.findall(done.stdout.splitlines()[-1] if done.stdout else "")}

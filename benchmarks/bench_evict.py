@@ -19,12 +19,12 @@ from kvstore.client import ClientConfig, Ticket
 
 PROMPT_BLOCKS = 4  # of the writer: short, so that many promises can be tested
 READ_BLOCKS = 128
-HOLD_SECONDS = 4.0  # between promise and load: the store is written over about once meanwhile
+HOLD_SECONDS = {"smoke": 1.0, "ci": 4.0, "full": 4.0}  # between promise and load: the store is written over about once meanwhile
 
 
 def node_capacity_bytes(bench: Bench) -> int:
     """Small, so that a second or three of writing replaces everything."""
-    return (32 if bench.scale.name == "smoke" else 96) << 20
+    return (16 if bench.scale.name == "smoke" else 96) << 20
 
 
 def blocks_that_fit(node_capacity_bytes: int) -> int:
@@ -34,7 +34,7 @@ def blocks_that_fit(node_capacity_bytes: int) -> int:
 @measures("promise_broken")
 def promise_broken(bench: Bench) -> dict[str, Figure]:
     """Promises of prompts near the end of the eviction order, held for a while, then loaded."""
-    wanted = bench.scale.samples * 10 + 1
+    wanted = bench.scale.samples * 10 + 1 if bench.scale.name != "smoke" else bench.scale.samples
     broken = loaded_short = asked = missed = 0
     with ExitStack() as stack:
         made = rig(bench, stack, "promise", capacity_bytes=node_capacity_bytes(bench), config=ClientConfig(promise_reuse_seconds=0))
@@ -49,7 +49,7 @@ def promise_broken(bench: Bench) -> dict[str, Figure]:
             seed = max(0, newest - int(prompts_kept * rng.uniform(0.0, 1.0)))
             ticket = made.client.lookup(chain_keys(seed, PROMPT_BLOCKS, "writer"))
             if ticket.hit_blocks:
-                held.append((time.monotonic() + HOLD_SECONDS * rng.uniform(0, 1), seed, ticket))
+                held.append((time.monotonic() + HOLD_SECONDS[bench.scale.name] * rng.uniform(0, 1), seed, ticket))
             else:
                 missed += 1
             while held and held[0][0] <= time.monotonic():
@@ -70,9 +70,9 @@ def p99_while_evicting(bench: Bench) -> dict[str, Figure]:
     The writer stores without pause. It stands for another host, but shares two processors with reader and daemons: so it runs at low
     priority, as the daemons' own writing threads do. The note tells what was written meanwhile.
     """
-    rounds = bench.scale.rounds
+    rounds = bench.scale.rounds if bench.scale.name != "smoke" else 1
     per_round = max(10, bench.scale.samples // rounds)
-    full_bytes = 2 * node_capacity_bytes(bench)
+    full_bytes = 2 * node_capacity_bytes(bench) if bench.scale.name != "smoke" else 64 << 20  # less, and a slow reader's prompt would go
     with ExitStack() as stack:
         evicting = Read(rig(bench, stack, "evicting", capacity_bytes=full_bytes))
         roomy = Read(rig(bench, stack, "roomy", capacity_bytes=8 << 30))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.harness import Bench, Figure, at_most, measures
 
-BYTES = {"smoke": 4_000, "ci": 200_000, "full": 200_000}
+BYTES = {"smoke": 1_000, "ci": 200_000, "full": 200_000}
 
 
 @measures("heldout_bpb")
@@ -16,7 +16,7 @@ def heldout_bpb(bench: Bench) -> dict[str, Figure]:
     model = Model.mini()
     heldout = corpus.HELDOUT.read_bytes()[: BYTES[bench.scale.name]]
     bits = evaluate.bits_per_byte(model.network, "v41", heldout, 32 * model.config.block)
-    accepted, made = evaluate.draft_acceptance(model, heldout, probes=100 if len(heldout) > 100_000 else 10)
+    accepted, made = evaluate.draft_acceptance(model, heldout, probes=100 if len(heldout) > 100_000 else 3)
     beside = "5-gram not counted at this size"
     if bench.scale.name != "smoke":
         try:

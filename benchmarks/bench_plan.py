@@ -12,7 +12,6 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from benchmarks.bench_replay import SHARES as REPLAYED
 from benchmarks.bench_replay import TRACE as CONVERSATION
 from benchmarks.bench_replay import replays, requests_of
 from benchmarks.harness import ROOT, Bench, Figure, at_least, at_most, equal_to, interleaved, measures, seconds
@@ -116,10 +115,9 @@ def plan_all_policies_seconds(bench: Bench) -> dict[str, Figure]:
 def plan_vs_replay_points(bench: Bench) -> dict[str, Figure]:
     accesses = of_requests(requests_of(bench), 128)
     curve = exact_curve(accesses)
-    found = bench.shared(replays)
     figures = {}
-    for share in REPLAYED:
-        planned, measured = curve.hit_ratio(int(accesses.unique * share)), found[share].hit_ratio
+    for share, report in bench.shared(replays).items():
+        planned, measured = curve.hit_ratio(int(accesses.unique * share)), report.hit_ratio
         assert measured is not None
         note = f"plan {planned:.2%}, cluster {measured:.2%}"
         figures[f"plan_vs_replay_points.{share * 100:.0f}"] = Figure(100 * abs(planned - measured), at_most(1.0), note)

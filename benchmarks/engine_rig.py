@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -89,10 +89,13 @@ class Tally:
         self.wrong: list[str] = []
 
     def add(self, name: str, right: bool) -> None:
-        self.cases += 1
+        self.take(1, int(right), [] if right else [name])
+
+    def take(self, cases: int, right: int, wrong: Sequence[str]) -> None:
+        """What another tally counted."""
+        self.cases += cases
         self.right += right
-        if not right:
-            self.wrong.append(name)
+        self.wrong += wrong
 
     @property
     def share(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,13 @@ settings.load_profile("kvstore")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FULL_SIZE = os.environ.get("SIZE", "") == "full"
+
+# For this process, before torch is imported, and for the hundreds that tests start. Two threads that share two processors with the other
+# worker and with daemons wait for each other, spinning: up to ten times the processor time of one. SIZE=full takes all there are.
+if not FULL_SIZE:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a tenth to a fifth of each start would be compiling
+sys.dont_write_bytecode = False
 
 
 def _has_gpu() -> bool:
