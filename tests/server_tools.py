@@ -147,11 +147,12 @@ class InProcess(Client):
         self.directory = directory
         self.store = _native.Store(str(directory), capacity_bytes=1 << 30)
         try:
-            self.server = _native.Server(self.store, "127.0.0.1", 0, cluster16=TAG, epoch=limits.pop("epoch", 1), **limits)
+            host = limits.pop("host", "127.0.0.1")
+            self.server = _native.Server(self.store, host, 0, cluster16=TAG, epoch=limits.pop("epoch", 1), **limits)
         except BaseException:
             self.store.close(False)
             raise
-        super().__init__(("127.0.0.1", self.server.port))
+        super().__init__((host, self.server.port))
 
     def drop_pages(self) -> None:
         """Nothing of the stored bytes is in the page cache when this returns."""

@@ -29,15 +29,17 @@ BIND, SEND, RECEIVE = 1, 2, 3  # wr_id
 
 
 class End:
-    """A queue pair on `device`, its completion queue, and `zone_bytes` of memory. Closed in order by leaving the context."""
+    """A queue pair on `device`, its completion queue, and `zone_bytes` of memory, or the memory of `base`. Leaving the context closes what
+    is its own, in order."""
 
-    def __init__(self, device: str, zone_bytes: int = 1 << 20, *, depth: int = 64) -> None:
-        self.context = Context(name=device)
+    def __init__(self, device: str, zone_bytes: int = 1 << 20, *, depth: int = 64, base: End | None = None) -> None:
+        self._base = base
+        self.context = base.context if base else Context(name=device)
         self.gid = _gid_bytes(str(self.context.query_gid(PORT, GID_INDEX)))
-        self.pd = PD(self.context)
+        self.pd = base.pd if base else PD(self.context)
         self.cq = CQ(self.context, 4 * depth)
-        self.zone_bytes = zone_bytes
-        self.zone = MR(self.pd, zone_bytes, e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_MW_BIND)
+        self.zone_bytes = base.zone_bytes if base else zone_bytes
+        self.zone = base.zone if base else MR(self.pd, zone_bytes, e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_MW_BIND)
         cap = QPCap(max_send_wr=depth, max_recv_wr=depth)
         self.qp = QP(self.pd, QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self.cq, rcq=self.cq, cap=cap))
         self.qpn: int = self.qp.qp_num
@@ -111,8 +113,9 @@ class End:
         return self._seen
 
     def close(self) -> None:
+        shared = (self._base.zone, self._base.pd, self._base.context) if self._base else ()
         for part in (self.window, self.qp, self.zone, self.cq, self.pd, self.context):  # a bound window keeps its queue pair
-            if part is not None:
+            if part is not None and part not in shared:
                 part.close()
 
     def __enter__(self) -> Self:

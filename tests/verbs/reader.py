@@ -18,8 +18,9 @@ ROUND = 5
 class Reader(End):
     """An end of a BULK connection to a daemon, opened with `credits` receive requests; `connection` is its TCP side."""
 
-    def __init__(self, client: Client, *, device: str = "rxe1", credits: int = 32, zone_bytes: int = 1 << 20, go: bool = True) -> None:
-        super().__init__(device, zone_bytes, depth=max(64, credits))
+    def __init__(self, client: Client, *, device: str = "rxe1", credits: int = 32, zone_bytes: int = 1 << 20, go: bool = True,
+                 base: End | None = None) -> None:  # fmt: skip
+        super().__init__(device, zone_bytes, depth=max(64, credits), base=base)
         self.connection = client.connect(wire.Role.BULK, WAIT_SECONDS)
         self.credits = credits
         if go:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import pyverbs.enums as e
 from server_tools import InProcess, extent_of, make_record, serving, until
+from verbs.peer import End
 from verbs.reader import Reader, body_bytes, items_of
 
 from kvstore import wire
 from kvstore.wire import Status, Verb
 
+NODES = Path(__file__).with_name("nodes.py")
 SHARE = Path(os.environ["KVSTORE_GUEST_SHARE"]) if "KVSTORE_GUEST_SHARE" in os.environ else None
 
 
@@ -95,6 +101,45 @@ def test_more_than_fits_in_flight_arrives_whole(node: InProcess) -> None:
         assert reader.answers(120) == [Status.OK] * 120
         for item in items[-5:]:
             reader.assert_holds(item, r)
+
+
+def test_connections_that_wait_for_one_small_pool_all_go_on(tmp_path: Path) -> None:
+    r = make_record(6, blocks=64)
+    size = body_bytes(r, 0)
+    items = [wire.VerbsItem(0, i % 4, size, i % 4 * size) for i in range(40)]
+    with (
+        serving(tmp_path, rdma_device="rxe0", rdma_pool_bytes=1, bulk_threads=1, progress_timeout_seconds=30.0) as node,
+        ExitStack() as stack,
+    ):
+        node.write(r)  # of one thread the pool is 2 MiB, as much as one connection may have in flight
+        readers = [stack.enter_context(Reader(node, credits=40, zone_bytes=4 * size)) for _ in range(4)]
+        for reader in readers:
+            reader.ask([extent_of(r)], items)
+        for reader in readers:
+            assert reader.answers(40) == [Status.OK] * 40
+            for item in items[-4:]:
+                reader.assert_holds(item, r)
+
+
+def test_too_little_locked_memory_is_one_error_that_names_the_limit(tmp_path: Path) -> None:
+    command = ["prlimit", "--memlock=1048576", "setpriv", "--bounding-set=-ipc_lock", sys.executable, str(NODES), str(tmp_path), "rxe0"]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert ended.returncode == 1
+    assert "E147" in last and "1024 KiB" in last and "ulimit -l" in last, ended.stderr
+
+
+def test_garbage_for_a_set_up_harms_nobody(node: InProcess) -> None:
+    dice = random.Random(20)
+    r = make_record(12)
+    node.write(r)
+    for _ in range(30):
+        answer = node.bulk().ask(Verb.VERBS_OPEN, dice.randbytes(56))
+        assert answer.status in (Status.BAD_REQUEST, Status.INTERNAL, Status.OK)
+    node.close_connections()
+    with Reader(node) as reader:
+        reader.ask([extent_of(r)], items_of([r]))
+        assert reader.answers(4) == [Status.OK] * 4
 
 
 def test_the_direct_engine_answers_from_its_registered_memory(tmp_path: Path) -> None:
@@ -182,6 +227,42 @@ def test_a_peer_that_breaks_in_mid_transfer_costs_its_own_connection_only(node: 
                 reader.connection.receive()
         other.ask([extent_of(r)] * 4, items)
         assert other.answers(16) == [Status.OK] * 16
+
+
+@pytest.mark.parametrize("cycles", [20, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3000)])])
+def test_connections_that_come_and_go_leave_nothing_behind(node: InProcess, cycles: int) -> None:
+    """In every state: asked for something and waiting, answered, refused, never connected."""
+    r = make_record(11)
+    node.write(r)
+    items = items_of([r])
+
+    def cycle(number: int, base: End) -> None:
+        with Reader(node, base=base, credits=4, go=number % 5 != 4) as reader:
+            if number % 5 == 4:
+                reader.ask_open(**({} if number % 2 else {"mtu": 0}))  # opened on one side and left, or refused
+            elif number % 5:
+                reader.ask([extent_of(r)], items)
+                assert reader.answers(number % 4) == [Status.OK] * (number % 4)
+            reader.end_tcp()
+
+    def held() -> tuple[int, int, int]:
+        pinned = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmPin"))
+        return len(list(Path("/proc/self/fd").iterdir())), int(pinned.split()[1]), node.stats["verbs_registered_bytes"]
+
+    with End("rxe1") as base:
+        before = None
+        for number in range(cycles):
+            cycle(number, base)
+            if number == 9:
+                until(lambda: node.stats["verbs_queue_pairs"] == 0, "the first ones are gone")
+                node.close_connections()
+                before = until(held, "what is held")
+            if number % 100 == 99:
+                node.close_connections()
+                until(lambda: node.stats["verbs_queue_pairs"] == 0, "they are gone")
+        node.close_connections()
+        until(lambda: node.stats["verbs_queue_pairs"] == 0, "all are gone")
+        until(lambda: held() == before, f"as at the start: {before}, now {held()}")
 
 
 def test_a_late_write_after_the_fence_is_refused_and_the_memory_stays_as_it_was_handed_on(node: InProcess) -> None:
