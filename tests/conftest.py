@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-# No deadline for one example: the first of a test pays for imports, and machines are shared. pytest's own timeout stands.
-settings.register_profile("kvstore", deadline=None)
-settings.load_profile("kvstore")
-
 # A shell that starts us in the background has SIGINT ignored, and our daemons and commands would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FULL_SIZE = os.environ.get("SIZE", "") == "full"
+
+# No deadline for one example: the first of a test pays for imports, and machines are shared. pytest's own timeout stands.
+settings.register_profile("kvstore", deadline=None, max_examples=100 if FULL_SIZE else 40)
+settings.load_profile("kvstore")
 
 # For this process, before torch is imported, and for the hundreds that tests start. Two threads that share two processors with the other
 # worker and with daemons wait for each other, spinning: up to ten times the processor time of one. SIZE=full takes all there are.
