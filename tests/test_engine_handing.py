@@ -17,11 +17,13 @@ from client_tools import cluster_of, until
 from engine_giver import DRAFTING, options_of
 
 from kvstore.client import Client, ClientConfig
-from kvstore.client.agent.handoff import HandoffOutcome
+from kvstore.client.agent.handoff import HandoffOutcome, HandoffSender
 from kvstore.client.agent.inbox import HandoffInbox
 from kvstore.client.agent.peer_server import PeerServer
+from kvstore.client.agent.peers import Peers
 from kvstore.engine_integration.engine import Engine, EngineConfig, Request, RequestOptions
-from kvstore.engine_integration.engine.handing import Takeovers, accepts, settings_of
+from kvstore.engine_integration.engine.handing import Takeovers, accepts, settings_of, to
+from kvstore.engine_integration.model.handover import sizes
 from kvstore.engine_integration.model.model import Model
 from kvstore.errors import Closed, LayoutError
 from kvstore.keys import KeyChain
@@ -186,6 +188,27 @@ def test_one_that_ends_with_its_first_token_is_not_given_away() -> None:
         assert response.finish_reason == "stop"
     assert taken[0].outcome is HandoffOutcome.ABORTED
     assert engine.counts["handoff_aborted"] == 1
+
+
+def test_prompts_that_are_still_being_read_elsewhere_have_their_pages_promised() -> None:
+    with Engine(model(), None) as big:
+        page = big.config.cache_bytes // (big.pages.capacity or 1)
+    with Engine(model(), None, EngineConfig(cache_bytes=30 * page)) as engine, Peers() as peers:
+        inbox = HandoffInbox(1 << 20, accept=lambda offer: takeovers.accept(offer))
+        takeovers = Takeovers(engine, inbox)
+        server = PeerServer("127.0.0.1", 0, handoffs=inbox)
+        table = sizes(model(), 16 * 16, 16 * 16 + 1, 100)
+        first = to(peers, server.address)(table)
+        assert isinstance(first, HandoffSender)
+        assert to(peers, server.address)(table) is HandoffOutcome.BUSY
+        assert to(peers, server.address)(sizes(model(), 40 * 16, 40 * 16 + 1, 100)) is HandoffOutcome.TOO_LARGE
+        first.abort()
+        until(lambda: not inbox.offers(), "the end of the first")
+        second = to(peers, server.address)(table)
+        assert isinstance(second, HandoffSender)
+        second.abort()
+        takeovers.close()
+        server.close()
 
 
 def test_taken_requests_wait_for_room_lose_it_and_go_on() -> None:

@@ -198,6 +198,10 @@ class HandoffInbox:
             found[0].taken, found[0].owner = True, owner
             return found[0]
 
+    def offers(self) -> list[Offer]:
+        """Of all that are on their way or here. May be called where `accept` is."""
+        return [arrival.offer for arrival in self._listed()]
+
     def holds(self, handoff_id: bytes) -> bool:
         return handoff_id in self._arrivals
 

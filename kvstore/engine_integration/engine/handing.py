@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
@@ -125,7 +125,7 @@ class Takeovers:
 
     def accept(self, offer: Offer) -> Status:
         """For HandoffInbox(accept=...): what the engine can never hold, or has no place for now, goes elsewhere."""
-        return accepts(self._engine, offer)
+        return accepts(self._engine, offer, self._inbox.offers())
 
     def close(self) -> None:
         self._closing = True
@@ -153,13 +153,14 @@ class Takeovers:
         self._began(arrival.id, request)
 
 
-def accepts(engine: Engine, offer: Offer) -> Status:
-    """Whether `engine` has pages for an offer."""
+def accepts(engine: Engine, offer: Offer, on_their_way: Iterable[Offer] = ()) -> Status:
+    """Whether `engine` has pages for an offer, beside those for offers whose prompts are still being read elsewhere."""
     needed = blocks_needed(engine.model, offer.sections) + 1
+    promised = sum(blocks_needed(engine.model, other.sections) + 1 for other in on_their_way)
     assert engine.pages.capacity is not None
     if needed > engine.pages.capacity:
         return Status.NO_SPACE
-    return Status.OK if needed <= engine.pages.free else Status.BUSY
+    return Status.OK if needed + promised <= engine.pages.free else Status.BUSY
 
 
 __all__ = ["Takeovers", "accepts", "offered_bytes", "pack", "settings_of", "to"]
