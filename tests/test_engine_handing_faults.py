@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -122,6 +123,10 @@ def test_a_prefill_process_killed_before_its_commit_leaves_nothing_at_the_other(
             server.close()
 
 
+def assert_set(gate: threading.Event) -> None:
+    assert gate.wait(WAIT_SECONDS)
+
+
 @pytest.mark.parametrize("end", ["cancelled", "fault", "closed"])
 def test_a_prompt_that_is_not_read_to_its_end_withdraws_its_offer(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = HandoffInbox(64 << 20)
@@ -155,8 +160,8 @@ def test_a_prompt_that_is_not_read_to_its_end_withdraws_its_offer(end: str, monk
     server.close()
 
 
-def test_a_prompt_that_loses_its_room_is_offered_anew() -> None:
-    """The first answer needs the pages of the second prompt while that is read."""
+def test_a_prompt_that_loses_its_room_is_offered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer needs the pages of the second prompt while that is read. Both start in one turn of the engine."""
     with Engine(model(), None) as big:
         page = big.config.cache_bytes // (big.pages.capacity or 1)
     taken: list[Recorder] = []
@@ -167,8 +172,12 @@ def test_a_prompt_that_loses_its_room_is_offered_anew() -> None:
 
     config = EngineConfig(cache_bytes=24 * page, prefill_tokens=16, speculate=False)
     with Engine(model(), None, config) as engine, Engine(model(), None) as decode:
+        monkeypatch.setattr(engine._io, "submit", lambda work: work())
+        gate = threading.Event()
+        engine._post(lambda: assert_set(gate))
         first = engine.submit(prompt_of(75), options=RequestOptions(max_tokens=40))
         second = engine.submit(prompt_of(LENGTH), options=RequestOptions(max_tokens=12, speculate=False), give=give)
+        gate.set()
         assert first.result(WAIT_SECONDS).finish_reason == "length"
         response = second.result(WAIT_SECONDS)
         assert (response.finish_reason, response.preemptions) == ("handed_over", 1)
