@@ -14,6 +14,7 @@ from kvstore.doctor.finding import Word
 
 CHECKS = {
     "rdma", "memlock", "huge pages", "gpu", "gpudirect", "locality", "erasure", "io_uring", "data", "clock", "time sync", "tcp", "files",
+    "movers",
 }  # fmt: skip
 H200 = Gpu(0, "H200", "0000:1b:00.0", 141 << 30, rdma=True, dma_buf=True, writes_ordered=True)
 
@@ -93,6 +94,13 @@ def test_warnings_count_only_where_asked_and_a_directory_that_is_not_there_is_ba
     (line,) = (check for check in ran.json["data"]["checks"] if check["check"] == "data")
     assert line["result"] == "bad" and "no such file" in line["found"]
     cli.run("doctor", "--pinned", "many").refused(2, "E102", "many")
+
+
+def test_movers_are_measured_and_the_choice_can_be_taken_over(cli: Cli) -> None:
+    ran = cli.run("doctor", "--measure")
+    assert "cpu: " in ran.stdout and " of a plain copy" in ran.stdout and "; chosen" in ran.stdout
+    assert 'choose it with: mover = "' in ran.stdout
+    assert "skip  movers     cuda: pages are in host RAM" in ran.stdout or "cuda: 0" not in ran.stdout
 
 
 def test_settings_are_shown_with_their_origin(cli: Cli, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.output import Output
+from kvstore.client.movers.choose import Measured, chosen, device_here, measure
 from kvstore.doctor import disk, gpu, host, memory
 from kvstore.doctor import rdma as rdma_devices
 from kvstore.doctor.finding import Finding, Word
@@ -29,6 +30,7 @@ examples:
   kvstore doctor                         on each host, before anything else runs there
   kvstore doctor --data /data/nvme0      a node's disk, too: O_DIRECT, holes, fsync are tried on a file of 1 MiB
   kvstore doctor --pinned 64GiB          will an agent with --memory 64GiB get its memory locked?
+  kvstore doctor --measure               GB/s of each way from host RAM to the GPU, and which one is chosen
   kvstore doctor --settings              each setting, its value and where it comes from
   kvstore doctor --json | jq '.data.checks[] | select(.result != "ok")'
 
@@ -37,6 +39,8 @@ docs/RDMA.md explains the lines on RDMA and GPUs.
     )
     parser.add_argument("--data", metavar="DIR", type=Path, help="look at the filesystem of this directory, too")
     parser.add_argument("--pinned", metavar="SIZE", default=None, help="memory that must be lockable (default 1GiB, as kvstore agent)")
+    parser.add_argument("--measure", action="store_true", help="measure each mover of host RAM to device memory that can run here")
+    parser.add_argument("--rdma-device", metavar="NAME", default="auto", help="of the loopback mover (default auto: the first that is up)")
     parser.add_argument("--settings", dest="show_settings", action="store_true", help="only show each setting, its value and its origin")
     parser.add_argument("--fail-on", metavar="WORD", choices=("bad", "warn"), default="bad", help="exit 1 also for warn (default bad)")
 
@@ -48,19 +52,25 @@ def run(args: argparse.Namespace) -> int:
     pinned = PINNED_BYTES if args.pinned is None else parse_bytes(args.pinned, "--pinned")
     out.line(f"host {platform.node()}   {platform.system()} {platform.release()}, {platform.machine()}")
     findings = []
-    for finding in look(pinned, args.data):
+    movers: list[Measured] = []
+    for finding in look(pinned, args.data, movers if args.measure else None, args.rdma_device):
         findings.append(finding)
         out.step(finding.word.value, finding.check, finding.found)
         if finding.fix:
             out.line(f"      {'':<10} do: {finding.fix}")
+    mover = chosen(movers)
+    if mover:
+        out.line(f'choose it with: mover = "{mover}" in the configuration file, or KVSTORE_MOVER={mover}')
     counts = {word.value: sum(finding.word is word for finding in findings) for word in Word}
     out.line(f"{counts['bad']} bad, {counts['warn']} to mind, {counts['skip']} not looked at. Nothing was changed.")
-    out.result({"host": platform.node(), "checks": [finding.data() for finding in findings], "counts": counts})
+    out.result({"host": platform.node(), "checks": [finding.data() for finding in findings], "counts": counts, "mover": mover or None})
     return int(bool(counts["bad"]) or (args.fail_on == "warn" and bool(counts["warn"])))
 
 
-def look(pinned_bytes: int, data: Path | None) -> Iterator[Finding]:
-    """All checks in order, each run when its finding is asked for. One that fails by itself is a finding, too: the others go on."""
+def look(pinned_bytes: int, data: Path | None, movers: list[Measured] | None = None, rdma_device: str = "auto") -> Iterator[Finding]:
+    """All checks in order, each run when its finding is asked for. One that fails by itself is a finding, too: the others go on.
+
+    `movers`: filled with what each was measured at; None: not measured."""
     devices = rdma_devices.rdma_devices()
     gpu_finding, gpus = gpu.look_for_gpus()
     steps: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
@@ -76,12 +86,37 @@ def look(pinned_bytes: int, data: Path | None) -> Iterator[Finding]:
         ("clock", host.clock),
         ("tcp", lambda: [host.congestion()]),
         ("files", lambda: [host.files()]),
+        ("movers", lambda: _movers(movers, len(gpus), rdma_device)),
     )
     for name, step in steps:
         try:
             yield from step()
         except (OSError, ValueError, AttributeError) as error:  # a kernel or libc that has not even the question
             yield Finding(name, Word.SKIP, f"could not be looked at: {error}")
+
+
+def _movers(into: list[Measured] | None, gpus: int, rdma_device: str) -> list[Finding]:
+    if into is None:
+        return [Finding("movers", Word.SKIP, "not measured: --measure takes some seconds")]
+    device, why = device_here(gpus)
+    into += measure(device, rdma_device=rdma_device)
+    best = chosen(into)
+    findings = [_mover(each, best, device) for each in into]
+    if why:
+        findings.insert(0, Finding("movers", Word.WARN, f"the GPU is left out: {why}", "pip install a torch with CUDA, beside kvstore", {}))
+    return findings
+
+
+def _mover(each: Measured, best: str, device: str) -> Finding:
+    measured = {
+        "mover": each.name, "device": device, "bytes_per_second": each.bytes_per_second and int(each.bytes_per_second),
+        "of_plain_copy_ratio": each.of_copy, "chosen": each.name == best, "registration": each.note or None,
+    }  # fmt: skip
+    if each.bytes_per_second is None or each.of_copy is None:
+        return Finding("movers", Word.SKIP, f"{each.name}: {each.why}", "", measured)
+    note = f", {each.note}" if each.note else ""
+    text = f"{each.name}: {each.bytes_per_second / 1e9:.2f} GB/s into {device}, {each.of_copy:.2f} of a plain copy{note}"
+    return Finding("movers", Word.OK, text + ("; chosen" if each.name == best else ""), "", measured)
 
 
 def _settings(args: argparse.Namespace, out: Output) -> int:

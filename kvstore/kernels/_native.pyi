@@ -484,3 +484,30 @@ class ClientCore:
     def promise_delay_seconds(self) -> float: ...
     def stats(self) -> dict[str, int | float]: ...
     def close(self) -> None: ...
+
+# --- loopback.cpp: RDMA from this host to itself. ConfigError E145 to E147, Unreachable E148; IndexError for pieces outside of a region.
+
+class Loopback:
+    """Any thread. `device`: a name, or "auto"."""
+
+    def __init__(self, device: str = "auto") -> None: ...
+    def add(self, address: int, size_bytes: int, writable: bool) -> int:
+        """Registers memory until `remove`; the number that `copy` calls it by. A GPU's address works where nvidia-peermem is loaded."""
+
+    def add_dma_buf(self, descriptor: int, size_bytes: int, address: int) -> int:
+        """The same of a dma-buf, whose first byte others know by `address`."""
+
+    def remove(self, region: int) -> None: ...
+    def copy(self, source: int, target: int, pieces: _U64, seconds: float) -> int:
+        """Begins to copy pieces (n, 3): address in source, address in target, bytes. A number to wait for; 0: there was no room in time."""
+
+    def wait(self, number: int, seconds: float) -> bool:
+        """Whether all up to `number` is there."""
+
+    def settle(self, seconds: float) -> bool:
+        """Nothing posted so far touches memory any more when True; what is not done in time is cut off. False: the device refuses."""
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def registered_bytes(self) -> int: ...

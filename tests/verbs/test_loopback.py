@@ -1,0 +1,131 @@
+"""The loopback mover on real verbs: the NIC brings rows into pages of host RAM, and nothing of a move that was cut off lands later."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client.movers.interface import MoveOutcome
+from kvstore.client.movers.loopback import LoopbackMover
+from kvstore.errors import ConfigError, LayoutError, Unreachable
+from kvstore.kernels._native import Loopback
+
+WIDTH = 1017
+PAGE = 256 << 10
+LAYERS = [slice(0, 1), slice(1, 300), slice(300, 1000), slice(1000, WIDTH)]
+
+
+def pages(count: int, width: int = WIDTH) -> np.ndarray:
+    return np.full((count, width + 31), 0xAB, np.uint8)[:, :width]
+
+
+def filled(mover: LoopbackMover, blocks: int, seed: int) -> np.ndarray:
+    rows = mover.host_rows(blocks)
+    rows[:] = np.random.default_rng(seed).integers(0, 256, rows.shape, dtype=np.uint8)
+    return rows
+
+
+def test_rows_come_layer_by_layer_and_go_back() -> None:
+    there = pages(50)
+    with LoopbackMover(there) as mover:
+        assert mover.registration == "host"
+        rows, table = filled(mover, 20, 1), np.random.default_rng(2).permutation(50)[:20]
+        with mover.move(rows, table, LAYERS, deadline_seconds=30) as move:
+            for moved in move:
+                assert moved.event.wait(20) and moved.event.done()
+                assert np.array_equal(there[table][:, : moved.columns.stop], rows[:, : moved.columns.stop])
+        assert move.outcome is MoveOutcome.COMPLETE
+        assert (there[np.setdiff1d(np.arange(50), table)] == 0xAB).all() and (there.base[:, WIDTH:] == 0xAB).all()
+        back = mover.host_rows(20)
+        with mover.move(back, table, [slice(2, WIDTH)], to_device=False, deadline_seconds=30) as move:
+            list(move)
+        assert move.outcome is MoveOutcome.COMPLETE
+        assert np.array_equal(back[:, 2:], rows[:, 2:]) and not back[:, :2].any()
+
+
+def test_more_pieces_than_the_queue_holds_go_in_turn_and_several_threads_may_move() -> None:
+    there = pages(6000, 64)
+    with LoopbackMover(there) as mover:
+        rows = filled(mover, 6000, 3)
+        halves = [np.arange(0, 3000), np.arange(3000, 6000)]
+        outcomes: list[MoveOutcome] = []
+
+        def move_half(half: np.ndarray) -> None:
+            with mover.move(rows[half[0] : half[-1] + 1], half[::-1].copy(), [slice(0, 40), slice(40, 64)], deadline_seconds=60) as move:
+                list(move)
+            outcomes.append(move.finish())
+
+        threads = [threading.Thread(target=move_half, args=(half,)) for half in halves]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(70)
+        assert outcomes == [MoveOutcome.COMPLETE] * 2
+        for half in halves:
+            assert np.array_equal(there[half[::-1]], rows[half])
+
+
+def test_a_move_that_is_cut_off_has_ended_and_the_next_one_works() -> None:
+    there = pages(64, PAGE)
+    with LoopbackMover(there) as mover:
+        rows = filled(mover, 64, 4)
+        pieces = [[rows.ctypes.data + i * rows.strides[0], there.ctypes.data + i * there.strides[0], PAGE] for i in range(64)]
+        number = mover._core.copy(mover._regions[0], mover._pages_region, np.array(pieces, np.uint64), 20.0)
+        assert mover._core.settle(0.0)  # no time: both queue pairs are reset
+        now = there.copy()
+        try:
+            whole = mover._core.wait(number, 0.0)  # a quick device was done before it could be cut off
+        except Unreachable as error:
+            whole = False
+            assert error.code == "E148"
+        assert np.array_equal(there, rows) if whole else np.array_equal(there, now)
+        with mover.move(rows, range(64), [slice(0, PAGE)], deadline_seconds=60) as move:
+            list(move)
+        assert move.outcome is MoveOutcome.COMPLETE and np.array_equal(there, rows)
+
+
+def test_memory_that_was_not_registered_is_neither_read_nor_written() -> None:
+    there = pages(4)
+    with LoopbackMover(there) as mover:
+        with pytest.raises(LayoutError, match="E517"):
+            mover.move(np.zeros((2, WIDTH), np.uint8), [0, 1], LAYERS)
+        rows = filled(mover, 4, 5)
+        outside = np.array([[rows.ctypes.data, there.ctypes.data + 4 * there.strides[0], 8]], np.uint64)
+        with pytest.raises(IndexError):
+            mover._core.copy(mover._regions[0], mover._pages_region, outside, 1.0)
+        fixed = np.frombuffer(bytes(8192), np.uint8)[:8136].reshape(8, WIDTH)  # read-only: registered for reading alone
+        mover.adopt(fixed)
+        with mover.move(fixed[:4], range(4), LAYERS, deadline_seconds=30) as move:
+            list(move)
+        assert move.outcome is MoveOutcome.COMPLETE and not there.any()
+
+
+def test_what_is_no_dma_buf_or_no_device_is_refused_in_a_line() -> None:
+    core = Loopback("auto")
+    read, write = os.pipe()
+    with pytest.raises(Unreachable, match=r"E148.*dma-buf"):
+        core.add_dma_buf(read, 4096, 0)
+    os.close(read)
+    os.close(write)
+    with pytest.raises(ConfigError, match="E146"):
+        Loopback("mlx5_77")
+
+
+def test_nothing_is_left_registered_or_open() -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    LoopbackMover(pages(4)).close()
+    before = count()
+    for _ in range(20):
+        mover = LoopbackMover(pages(4))
+        mover.host_rows(2)
+        core = mover._core
+        mover.close()
+        assert core.registered_bytes == 0
+        del mover, core
+    assert count() == before
