@@ -14,6 +14,7 @@ Unknown keys and bad values are errors, never silently a default. Data, state an
     admit       KVSTORE_ADMIT       --admit      all/second-touch  all    (up, replay: what is written at all)
     write_budget  KVSTORE_WRITE_BUDGET  --write-budget  size  none     (up, replay: bytes of one node in a day)
     port        KVSTORE_PORT        --port       0 to 65000      7400     (up: the first of its ports)
+    mover       KVSTORE_MOVER       --mover      a mover     auto     (engine serve: how blocks come into device memory; docs/RDMA.md)
     class       KVSTORE_CLASS       --class      name            chat     (put: retention class)
     [owners.*]                      --owner      tables          none     (node, up: floors and caps, kvstore/owners.py)
 """
@@ -94,6 +95,7 @@ _SETTINGS: Final[dict[str, tuple[Callable[[Any], Any], Any]]] = {
     "admit": (_one_of(*ADMISSIONS), "all"),
     "write_budget": (parse_bytes, 0),
     "port": (_integer(0, 65_000), 7400),
+    "mover": (_one_of("auto", "cpu", "cuda", "cuda-kernel", "loopback"), "auto"),
     "class": (_name, "chat"),
 }
 _OTHER_VARIABLES: Final = frozenset({"KVSTORE_CONFIG"})

@@ -72,6 +72,10 @@ It needs torch: pip install 'kvstore[engine]'. There is no login: listen on 127.
     serve.add_argument(
         "--audit", metavar="N", default="0", help="of N answers over a bounded replay compute one again exactly (default 0: none)"
     )
+    serve.add_argument(
+        "--mover", metavar="NAME", help="how loaded rows come into its memory: auto, cpu, loopback (kvstore doctor --measure)"
+    )
+    serve.set_defaults(settings_flags=("mover",))
     serve.add_argument("--access-log", metavar="DIR", type=Path, help="write a row for each prompt there, for kvstore report and plan")
 
 
@@ -95,7 +99,10 @@ def run(args: argparse.Namespace) -> int:
         began = time.monotonic()
         model, weights = load_model(model_name, args.weights, threads)
         out.step("ok", "model", f"{model_name}, weights {weights}{_noise(weights)}, {time.monotonic() - began:.1f} s")
-        config = ServeConfig(queue_max=queue, directories=tuple(args.window_directory), audit_every=audit, access_log=args.access_log)
+        config = ServeConfig(
+            queue_max=queue, directories=tuple(args.window_directory), audit_every=audit, access_log=args.access_log,
+            mover=args.settings["mover"],
+        )  # fmt: skip
         cluster_map, map_path, cluster = _cluster(args, out, stack, nodes)
         url = stack.enter_context(serving(model, weights, cluster_map, listening, config))
         out.step("ok", "server", url)

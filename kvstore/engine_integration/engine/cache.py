@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvstore.client.agent.agent import Window
 from kvstore.client.agent.request import RequestWindows
 from kvstore.client.load import Load
 from kvstore.client.ticket import Ticket
 from kvstore.client.values import Fidelity, LoadOutcome, StoreOutcome, StoreResult
 from kvstore.engine_integration.engine.host import HostCache
+from kvstore.engine_integration.engine.landing import Landing
 from kvstore.engine_integration.engine.options import EngineConfig
 from kvstore.engine_integration.engine.resuming import Mode, depths_of, plan
 from kvstore.engine_integration.model.model import Model
@@ -47,8 +46,8 @@ class Found:
 class Cache:
     """Of one engine. Safe to share between its threads."""
 
-    def __init__(self, model: Model, host: HostCache | None, config: EngineConfig) -> None:
-        self.model, self.host, self.config = model, host, config
+    def __init__(self, model: Model, host: HostCache | None, config: EngineConfig, landing: Landing) -> None:
+        self.model, self.host, self.config, self.landing = model, host, config, landing
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.planes = model.layout.planes(host.client.map.k) if host is not None else ()
@@ -111,7 +110,18 @@ class Cache:
         of them. How it ended, and the blocks that are whole: as many as planned, or fewer. Never raises."""
         assert self.host is not None and found.ticket is not None
         wanted = found.resume.blocks_end_tokens // self.model.config.block
-        rows = np.empty((wanted, self.model.layout.block_bytes), np.uint8)
+        rows = self.landing.rows(wanted, self.model.layout.block_bytes)
+        try:
+            outcome, blocks = self._load_into(rows, found, began, arrived)
+        finally:
+            kept = self.landing.give(rows)
+        return outcome, kept[:blocks]
+
+    def _load_into(
+        self, rows: Bytes, found: Found, began: Callable[[Load], None], arrived: Callable[[int, Bytes], None]
+    ) -> tuple[LoadOutcome, int]:
+        assert self.host is not None and found.ticket is not None
+        wanted = len(rows)
         loads: list[Load] = []
         missing = set(range(len(self.model.config.sources)))
 
@@ -128,15 +138,15 @@ class Cache:
                     arrived(source, rows)
                     missing.discard(source)
             if not loads:
-                return LoadOutcome.EXPIRED, rows[:0]
+                return LoadOutcome.EXPIRED, 0
             result = loads[0].finish()
             if result.blocks >= wanted:  # all of it came after all
                 for source in sorted(missing):
                     arrived(source, rows)
         except KvstoreError:
             self.count("load_errors")
-            return LoadOutcome.UNREACHABLE, rows[:0]
-        return result.outcome, rows[: result.blocks]
+            return LoadOutcome.UNREACHABLE, 0
+        return result.outcome, result.blocks
 
     def store(self, keys: Keys, blocks: Bytes, first_block: int, retention_class: str, fidelity: Fidelity) -> bool:
         """In the background. False: it was not even begun."""

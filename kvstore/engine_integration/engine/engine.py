@@ -27,6 +27,7 @@ from kvstore.engine_integration.engine.cache import Cache, Found
 from kvstore.engine_integration.engine.giving import Give, Outgoing
 from kvstore.engine_integration.engine.handing import offered_bytes, pack, settings_of
 from kvstore.engine_integration.engine.host import HostCache, host_of
+from kvstore.engine_integration.engine.landing import Landing
 from kvstore.engine_integration.engine.options import EngineConfig, RequestOptions
 from kvstore.engine_integration.engine.request import FinishReason, Request
 from kvstore.engine_integration.engine.resuming import Mode
@@ -62,9 +63,10 @@ class Engine:
         if host is not None and host.slots != model.config.slots:
             cause = f"its agent has window entries of {host.slots} tokens"
             raise MisuseError("E596", "engine's cache", cause, f"make it with AgentConfig(slots={model.config.slots})")
-        self.cache = Cache(model, host, config)
         self.audit = ShadowAudit(model, config.audit_every, share=config.audit_share)
         self.pages = Pages(model.config, model.codec, max(2, config.cache_bytes // page_bytes(model.config, model.codec)))
+        self.landing = Landing(self.pages, config.mover, config.mover_bytes)
+        self.cache = Cache(model, host, config, self.landing)
         self._mail: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._waiting: list[Task] = []  # in the order of their submission
@@ -151,6 +153,7 @@ class Engine:
         self._thread.join(CLOSE_SECONDS)
         self._io.shutdown(wait=True)
         self._moves.shutdown(wait=True)
+        self.landing.close()
         if self._own_agent is not None:
             self._own_agent.close()
         self.audit.close()
@@ -286,7 +289,7 @@ class Engine:
             return
 
         def arrived(source: int, rows: Bytes) -> None:
-            state.import_source(source, rows)
+            self.landing.land(state, source, rows)
             self._post(lambda: state.missing.discard(source))
 
         def load() -> None:

@@ -64,11 +64,13 @@ class EngineConfig:
     request_deadline_seconds: float = 600.0
     audit_every: int = 0  # N: of N answers over a bounded replay one is computed again exactly, in the background; 0: none is
     audit_share: float = 0.1  # of one thread's time, at most, for that
+    mover: str = "auto"  # how loaded rows come into its memory: kvstore/client/movers, `kvstore doctor --measure`
+    mover_bytes: int = 64 << 20  # of host RAM that a mover other than "cpu" is given to move from
     store_step_blocks: int = 8  # blocks of an answer that are stored at once; the last ones when it ends
 
     def __post_init__(self) -> None:
         self._need("resume", self.resume in RESUME_MODES, f"one of {', '.join(RESUME_MODES)}")
-        for name in ("cache_bytes", "prefill_tokens", "running_max", "io_threads", "bounded_windows", "store_step_blocks"):
+        for name in ("cache_bytes", "prefill_tokens", "running_max", "io_threads", "mover_bytes", "bounded_windows", "store_step_blocks"):
             self._need(name, getattr(self, name) >= 1, "at least 1")
         self._need("queue_max", self.queue_max >= 0, "at least 0")
         self._need("audit_every", self.audit_every >= 0, "at least 0")

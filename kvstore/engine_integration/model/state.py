@@ -5,6 +5,7 @@ Everything lies by its token's position, so going back is forgetting: rows past 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvstore.engine_integration.model.rings import Ring
 from kvstore.errors import LayoutError, MisuseError
 
 Bytes = npt.NDArray[np.uint8]
+Mover = Callable[[Bytes, npt.NDArray[np.int64], slice], bool]
 ENTRIES_KEPT: Final = 3  # covers both that prefill wants (the last two boundaries it can resume at) and decode's last three
 
 
@@ -66,6 +68,10 @@ class RequestState:
             self._table = torch.tensor(self.table)
         return True
 
+    def abandon(self) -> None:
+        """Never gives the pages back: a device may still write to them."""
+        self.table = []
+
     def release(self) -> None:
         """Gives the pages back; nothing can be computed or exported after that."""
         self.pages.give(self.table)
@@ -97,16 +103,21 @@ class RequestState:
         for source in range(len(self.config.sources)):
             self.import_source(source, blocks)
 
-    def import_source(self, source: int, blocks: Bytes) -> None:
-        """Of blocks 0, 1, ... what one source needs; bytes of other sources are not looked at. Any thread, one for each source."""
+    def import_source(self, source: int, blocks: Bytes, move: Mover | None = None) -> None:
+        """Of blocks 0, 1, ... what one source needs; bytes of other sources are not looked at. Any thread, one for each source.
+
+        `move(blocks, table, columns)` brings the stored bytes into the pages; where it says False, and without it, they are copied."""
         check_blocks(self.config, self.codec, blocks)
         self.reserve(len(blocks))
         at = self._table[: len(blocks)]
-        for section in self.pages.sections:
-            if section.source == source:
+        mine = [section for section in self.pages.sections if section.source == source]
+        columns = slice(mine[0].offset_bytes, mine[-1].offset_bytes + mine[-1].bytes)
+        if move is None or not move(blocks, at.numpy(), columns):
+            self.pages.codes[:, columns][at] = torch.from_numpy(blocks[:, columns])
+        for section in mine:
+            if len(blocks):
                 span = slice(section.offset_bytes, section.offset_bytes + section.bytes)
                 part = torch.from_numpy(blocks[:, span])
-                self.pages.codes[:, span][at] = part
                 values = self.pages.values.get((source, section.main))
                 if values is not None:
                     rows = section.codec.decode(part.reshape(len(blocks), section.rows, section.row_bytes))

@@ -36,6 +36,7 @@ class ServeConfig:
     queue_max: int = 64  # requests that wait; more are refused
     directories: tuple[str, ...] = ()  # window directories, ip:port; none: those of the cluster map
     audit_every: int = 0  # of N answers over a bounded replay one is computed again exactly; 0: none
+    mover: str = "auto"  # how loaded rows come into the engine's memory
     access_log: Path | None = None  # a folder: one row a lookup, in Parquet files
 
 
@@ -48,7 +49,7 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
     with (
         Client(cluster_map, layout=model.layout, config=of_client) as client,
         Agent(client, config=agent_config(model.config, directories=config.directories, host=host)) as agent,
-        Engine(model, agent, EngineConfig(queue_max=config.queue_max, audit_every=config.audit_every)) as engine,
+        Engine(model, agent, EngineConfig(queue_max=config.queue_max, audit_every=config.audit_every, mover=config.mover)) as engine,
     ):
         answers = Answers()
         service = Service(
