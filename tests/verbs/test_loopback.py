@@ -11,11 +11,13 @@ import pytest
 
 from kvstore.client.movers.interface import MoveOutcome
 from kvstore.client.movers.loopback import LoopbackMover
+from kvstore.doctor import rdma
+from kvstore.doctor.finding import Word
 from kvstore.errors import ConfigError, LayoutError, Unreachable
 from kvstore.kernels._native import Loopback
 
 WIDTH = 1017
-PAGE = 256 << 10
+PAGE = 32 << 10
 LAYERS = [slice(0, 1), slice(1, 300), slice(300, 1000), slice(1000, WIDTH)]
 
 
@@ -48,10 +50,10 @@ def test_rows_come_layer_by_layer_and_go_back() -> None:
 
 
 def test_more_pieces_than_the_queue_holds_go_in_turn_and_several_threads_may_move() -> None:
-    there = pages(6000, 64)
+    there = pages(3000, 64)
     with LoopbackMover(there) as mover:
-        rows = filled(mover, 6000, 3)
-        halves = [np.arange(0, 3000), np.arange(3000, 6000)]
+        rows = filled(mover, 3000, 3)
+        halves = [np.arange(0, 1500), np.arange(1500, 3000)]
         outcomes: list[MoveOutcome] = []
 
         def move_half(half: np.ndarray) -> None:
@@ -113,6 +115,15 @@ def test_what_is_no_dma_buf_or_no_device_is_refused_in_a_line() -> None:
     os.close(write)
     with pytest.raises(ConfigError, match="E146"):
         Loopback("mlx5_77")
+
+
+def test_doctor_sees_the_devices_and_has_them_write() -> None:
+    findings = rdma.rdma()
+    assert [(finding.check, finding.word) for finding in findings] == [("rdma", Word.OK), ("verbs", Word.OK)] * len(rdma.rdma_devices())
+    if rdma.rdma_devices()[0].name == "rxe0":
+        assert "rxe0 (soft): port 1 active, Ethernet" in findings[0].found and "10.77.0.1" in findings[0].found
+    missing = rdma.writes_to_itself("mlx5_77")
+    assert missing.word is Word.BAD and "no such device" in missing.found
 
 
 def test_nothing_is_left_registered_or_open() -> None:
