@@ -215,6 +215,8 @@ ERRORS: Final = {
     "E142": ErrorCode("an input file cannot be used", ("wrong file", "not readable"), "the message says what is expected"),
     "E143": ErrorCode("too little disk, memory or descriptors", ("a full disk", "a low ulimit -n"), "free some, or ask for less"),
     "E144": ErrorCode("a stored file is not known here", ("it was put by another user or host",), "kvstore get --list, or give its handle"),
+    "E147": ErrorCode("memory cannot be registered for RDMA", ("a low limit of locked memory",), "ulimit -l unlimited"),
+    "E148": ErrorCode("an RDMA device refuses what it was asked", ("its limits", "its driver"), "fewer connections, dmesg, or use TCP"),
     "E121": ErrorCode("a daemon's setting is out of range, or two ports are the same", (), "the message names the range"),
     "E122": ErrorCode("a data directory cannot be used", ("it is not there", "no directory", "no permission"), "make it, or name another"),
     "E125": ErrorCode("a data directory is another node's", ("--id or --data mixed up", "a disk that moved"), "name this node's own"),
