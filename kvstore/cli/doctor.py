@@ -13,6 +13,7 @@ from kvstore.client.movers.choose import Measured, chosen, device_here, measure
 from kvstore.doctor import disk, gpu, host, memory
 from kvstore.doctor import rdma as rdma_devices
 from kvstore.doctor.finding import Finding, Word
+from kvstore.errors import KvstoreError
 from kvstore.units import format_bytes, parse_bytes
 
 PINNED_BYTES: Final = 1 << 30  # what `kvstore agent` locks by default
@@ -91,7 +92,7 @@ def look(pinned_bytes: int, data: Path | None, movers: list[Measured] | None = N
     for name, step in steps:
         try:
             yield from step()
-        except (OSError, ValueError, AttributeError) as error:  # a kernel or libc that has not even the question
+        except (OSError, ValueError, AttributeError, RuntimeError, KvstoreError) as error:  # say, a kernel that has not even the question
             yield Finding(name, Word.SKIP, f"could not be looked at: {error}")
 
 
