@@ -21,10 +21,11 @@ bool rows_are_dense(const Array& rows) {
   return (rows.shape(1) <= 1 || rows.stride(1) == 1) && (rows.shape(0) <= 1 || rows.stride(0) >= int64_t(rows.shape(1)));
 }
 
-// Raises kvstore.errors.<error>(code, what, cause). Call with the GIL held.
-[[noreturn]] inline void raise_fault(const char* error, const char* code, const std::string& what, const std::string& cause) {
+// Raises kvstore.errors.<error>(code, what, cause, fix). Call with the GIL held.
+[[noreturn]] inline void raise_fault(const char* error, const char* code, const std::string& what, const std::string& cause,
+                                     const std::string& fix = "") {
   nb::object type = nb::module_::import_("kvstore.errors").attr(error);
-  PyErr_SetObject(type.ptr(), nb::object(type(code, what.c_str(), cause.c_str())).ptr());
+  PyErr_SetObject(type.ptr(), nb::object(type(code, what.c_str(), cause.c_str(), fix.c_str())).ptr());
   throw nb::python_error();
 }
 

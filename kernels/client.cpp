@@ -10,6 +10,7 @@
 #include "client_load.hpp"
 #include "client_small.hpp"
 #include "client_store.hpp"
+#include "verbs.hpp"
 
 namespace kv::client {
 namespace {
@@ -239,6 +240,14 @@ nb::dict stats(ClientCore& core) {
   set("protocol_errors", n.protocol_errors.load());
   set("bytes_received", n.bytes_received.load());
   set("bytes_sent", n.bytes_sent.load());
+  set("read_bytes_tcp", n.read_bytes_tcp.load());
+  set("read_bytes_rdma", n.read_bytes_rdma.load());
+  set("rdma_fallbacks", n.rdma_fallbacks.load());
+  set("rdma_faults", n.rdma_faults.load());
+  const auto* zones = core.net->zones.get();
+  set("rdma_queue_pairs", zones ? zones->device->queue_pairs.load() : 0);
+  set("rdma_registered_bytes", zones ? zones->device->registered_bytes.load() : 0);
+  set("rdma_lost_bytes", zones ? zones->device->lost_bytes.load() : 0);
   set("shards_asked", l.shards_asked.load());
   set("parity_shards_asked", l.parity_asked.load());
   set("late_asked", l.late_asked.load());
@@ -376,7 +385,9 @@ void bind_client(nanobind::module_& m) {
           "__init__",
           [](ClientCore* self, const std::vector<std::string>& addresses, const nb::bytes& cluster, uint64_t epoch, uint32_t k, uint32_t m,
              uint32_t threads, uint32_t bulk_connections_max, uint64_t queue_bytes_max, double connect_timeout_seconds, double stall_timeout_seconds,
-             double drain_timeout_seconds, double idle_timeout_seconds, double store_deadline_seconds, const std::string& congestion_control, bool directories) {
+             double drain_timeout_seconds, double idle_timeout_seconds, double store_deadline_seconds, const std::string& congestion_control, bool directories,
+             const std::string& transport, const std::string& rdma_device, uint64_t rdma_zone_bytes, uint64_t rdma_pool_bytes, bool rdma_windows) {
+            need(transport == "tcp" || transport == "auto" || transport == "rdma", "transport: tcp, auto or rdma");
             need(threads >= 1 && threads <= 64, "threads: 1 to 64");
             need(!addresses.empty(), "addresses: at least one");
             NetConfig net;
@@ -390,14 +401,25 @@ void bind_client(nanobind::module_& m) {
             net.congestion_control = congestion_control;
             if (directories) net.small_role = wire::Role::DIRECTORY;
             net.idle_timeout_ns = nanoseconds(idle_timeout_seconds);
+            net.transport = transport == "rdma" ? Transport::RDMA : transport == "auto" ? Transport::AUTO : Transport::TCP;
+            net.rdma_device = rdma_device;
+            net.rdma_zone_bytes = rdma_zone_bytes;
+            net.rdma_pool_bytes = rdma_pool_bytes;
+            net.rdma_windows = rdma_windows;
             StoreConfig store;
             store.queue_bytes_max = queue_bytes_max;
             store.deadline_ns = nanoseconds(store_deadline_seconds);
-            new (self) ClientCore(addresses, net, store, k, m);
+            try {
+              new (self) ClientCore(addresses, net, store, k, m);
+            } catch (const verbs::Fault& fault) {
+              raise_fault("ConfigError", fault.code, fault.place, fault.cause, fault.fix);
+            }
           },
           "addresses"_a, "cluster"_a, "epoch"_a, "k"_a, "m"_a, "threads"_a = 2, "bulk_connections_max"_a = 2048, "queue_bytes_max"_a = uint64_t(1) << 30,
           "connect_timeout_seconds"_a = 1.0, "stall_timeout_seconds"_a = 3.0, "drain_timeout_seconds"_a = 1.0, "idle_timeout_seconds"_a = 60.0,
-          "store_deadline_seconds"_a = 10.0, "congestion_control"_a = "", "directories"_a = false)
+          "store_deadline_seconds"_a = 10.0, "congestion_control"_a = "", "directories"_a = false,
+          "transport"_a = "tcp", "rdma_device"_a = "auto", "rdma_zone_bytes"_a = uint64_t(4) << 20, "rdma_pool_bytes"_a = uint64_t(256) << 20,
+          "rdma_windows"_a = true)
       .def(
           "discover",
           [](ClientCore& core, const nb::bytes& owner, uint64_t epoch, const Bytes2& keys) {
@@ -472,5 +494,10 @@ void bind_client(nanobind::module_& m) {
       .def_prop_ro("discover_delay_seconds", [](ClientCore& core) { return double(core.net->discover_delay.delay()) / 1e9; })
       .def_prop_ro("promise_delay_seconds", [](ClientCore& core) { return double(core.net->promise_delay.delay()) / 1e9; })
       .def("stats", &stats)
+      .def("take_notices", [](ClientCore& core) {
+        nb::list out;
+        for (const auto& notice : core.net->take_notices()) out.append(nb::make_tuple(notice.warn, notice.text));
+        return out;
+      })
       .def("close", &ClientCore::close, nb::call_guard<nb::gil_scoped_release>());
 }

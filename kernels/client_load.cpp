@@ -99,7 +99,8 @@ void LoadJob::start() {
   in_order(extents, [&](uint32_t e, uint32_t p) {
     for (uint8_t s : asked[e]) streams[size_t(stream_[e][s])]->items.push_back({e, uint8_t(p), s});
   });
-  for (auto& stream : streams) build_frames(*stream);
+  if (!net.zones)
+    for (auto& stream : streams) build_frames(*stream);
   {
     std::lock_guard lock(mutex_);
     streams_ = streams;
@@ -147,23 +148,27 @@ void LoadJob::build_frames(Stream& stream) const {
     if (extents.size() == wire::READ_EXTENTS_MAX || items.size() == wire::READ_ITEMS_MAX) close();
     if (items.empty()) stream.requests.push_back({shared_->net->next_id(), i});
     auto [slot, fresh] = slots.try_emplace(name, uint16_t(extents.size()));
-    if (fresh) {
-      const ExtentPlan& x = plan_.extents[item.extent];
-      wire::ReadExtent r{};
-      std::memcpy(r.extent_key, x.name.extent_key, KEY_BYTES);
-      r.write_id = x.name.write_id;
-      r.shard = item.shard;
-      r.first_block = uint16_t(x.first_block);
-      r.block_count = uint16_t(x.count);
-      extents.push_back(r);
-    }
+    if (fresh) extents.push_back(read_extent(item));
     items.push_back({slot->second, item.plane, 0});
   }
   if (!items.empty()) close();
 }
 
+wire::ReadExtent LoadJob::read_extent(const Stream::Item& item) const {
+  const ExtentPlan& x = plan_.extents[item.extent];
+  wire::ReadExtent r{};
+  std::memcpy(r.extent_key, x.name.extent_key, KEY_BYTES);
+  r.write_id = x.name.write_id;
+  r.shard = item.shard;
+  r.first_block = uint16_t(x.first_block);
+  r.block_count = uint16_t(x.count);
+  return r;
+}
+
 void LoadJob::launch(std::shared_ptr<Stream> stream, bool fresh) {
-  auto conn = ReadConn::lease(*shared_->net, *shared_->net->nodes[stream->node], fresh);
+  uint64_t longest = 0;
+  for (const auto& item : stream->items) longest = std::max(longest, body_bytes(item));
+  auto conn = ReadConn::lease(*shared_->net, *shared_->net->nodes[stream->node], fresh, longest);
   if (!conn) return lose(*stream, 0, uint32_t(stream->items.size()), outcome(Fault::UNREACHABLE));
   {
     std::lock_guard lock(mutex_);
@@ -365,7 +370,7 @@ void LoadJob::ask_late(std::vector<Late> late) {
       if (!work_[l.extent]->planes[p].complete) stream->items.push_back({l.extent, uint8_t(p), uint8_t(l.shard)});
     });
     if (stream->items.empty()) continue;
-    build_frames(*stream);
+    if (!shared_->net->zones) build_frames(*stream);
     {
       std::lock_guard lock(mutex_);
       if (ended_) return;

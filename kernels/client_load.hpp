@@ -11,11 +11,16 @@
 
 #include <array>
 #include <bit>
+#include <deque>
 #include <span>
 
 #include "client_net.hpp"
 #include "codec.hpp"
 #include "record.hpp"
+
+namespace kv::verbs {
+class Landing;
+}
 
 namespace kv::client {
 
@@ -91,27 +96,68 @@ struct Stream {
   std::shared_ptr<LoadJob> job;
   std::vector<Item> items;
   std::vector<Request> requests;
-  std::vector<uint8_t> frames;              // the READ requests as sent
+  std::vector<uint8_t> frames;              // the READ requests as sent; empty until TCP needs them
   uint32_t node = 0;
   std::atomic<int64_t> last_ns{0};          // when bytes of it came last, or it was asked
   std::atomic<bool> drain{false};           // its load is over
 };
 
+// How a connection gets its items by RDMA (client_verbs.cpp). The zone is a ring: items lie in it in the order in which they were asked.
+struct VerbsLink {
+  enum class State : uint8_t { MAKING, ASKED, CONNECTING, BINDING, READY };   // the first and the third: at Net::worker
+  struct Flight { uint64_t end; uint32_t offset, bytes, round, ordinal; };    // an item that was asked; end: of its place in the ring
+  State state = State::MAKING;
+  std::shared_ptr<verbs::Landing> landing;
+  uint64_t request_id = 0;
+  uint8_t answer[sizeof(wire::FrameHeader) + sizeof(wire::VerbsOpen)];
+  uint32_t answer_got = 0;
+  std::deque<Flight> flights;
+  uint64_t head = 0, tail = 0;      // of the ring, ever growing
+  uint32_t credits = 0, untold = 0; // receives that the daemon knows of and no flight uses; and that it was not told of
+  uint32_t round = 0;
+  uint32_t asked = 0, last = 0;     // items of the stream that were asked, and that will be
+  bool watched = false, proven = false;   // proven: an item came
+};
+
 class ReadConn final : public Conn {
  public:
-  ReadConn(Net& net, Node& node);
+  ReadConn(Net& net, Node& node, bool rdma);
   ~ReadConn() override;
-  static std::shared_ptr<ReadConn> lease(Net& net, Node& node, bool fresh = false);   // null: down, or at a limit
+  // Null: down, or at a limit. `body_bytes`: of the longest item.
+  static std::shared_ptr<ReadConn> lease(Net& net, Node& node, bool fresh, uint64_t body_bytes);
   // Loop thread.
   void start(std::shared_ptr<Stream> stream);
   void drain();          // its load is over: reads the rest, or closes where that is long
   bool on_sweep(int64_t now) override;
+  void on_side() override;
 
  protected:
   void on_read() override;
   void on_closed(Outcome why) override;
 
  private:
+  // By RDMA (client_verbs.cpp).
+  static constexpr uint64_t ZONE_ALIGN = 64;
+  void make_landing();
+  void landed(std::shared_ptr<verbs::Landing> landing, const std::string& why, bool limit);
+  void connected(bool fine, const std::string& why);
+  void ready();
+  void read_tcp();                    // what TCP says meanwhile
+  bool read_answer();
+  void no_rdma(const std::string& kind, const std::string& why, bool here);   // goes on over TCP, or closes
+  void over_tcp_elsewhere(const std::string& kind, const std::string& why);
+  void avoid_rdma(const std::string& kind, const std::string& why);
+  void ask_more();
+  void take_completions(bool all);
+  bool arrived(uint32_t immediate);   // false: closed
+  void land(const Stream::Item& item, const uint8_t* at);
+  void let_go();                      // of the landing zone
+  bool send_bytes(const std::vector<uint8_t>& bytes);   // false: closed
+  bool send_frames();
+  static bool fits_zone(const Net& net, uint64_t body_bytes);
+  std::unique_ptr<VerbsLink> link_;   // null: by TCP
+  std::atomic<bool> rdma_;            // link_ is there: for lease()
+
   static constexpr size_t STEP_BYTES = 256 << 10;   // what one recvmsg brings is checked while it is in the cache (L2 is 1 MiB)
   static constexpr uint32_t ITEMS_AHEAD = 32;       // of one recvmsg
   static constexpr int IOV_PARTS = 512;             // of one recvmsg
@@ -166,6 +212,9 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
 
  private:
   friend class ReadConn;
+  // A VERBS_READ of items [first, first + flights) of the stream.
+  std::vector<uint8_t> verbs_frame(const Stream& stream, uint32_t first, std::span<const VerbsLink::Flight> flights, uint32_t credits) const;
+  wire::ReadExtent read_extent(const Stream::Item& item) const;
   struct PlaneWork {
     uint64_t good = 0, lost = 0, receiving = 0, revoked = 0;   // places, by shard
     uint64_t revoke_wanted = 0, decoded = 0;

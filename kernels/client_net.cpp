@@ -12,15 +12,18 @@
 #include <charconv>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "priority.hpp"
 #include "tcp.hpp"
+#include "verbs.hpp"
 
 namespace kv::client {
 
 namespace {
 constexpr int64_t SWEEP_NS = 250 * MS;
 constexpr size_t EVENTS_MAX = 64;
+constexpr uint64_t SIDE = uint64_t(1) << 63;   // beside a connection's number in an event: its second descriptor
 }  // namespace
 
 int64_t now_ns() {
@@ -121,6 +124,13 @@ void Loop::remove(uint64_t conn_id) {
 
 void Loop::at(int64_t when_ns, std::function<void()> task) { timers_.push({when_ns, timer_order_++, std::move(task)}); }
 
+bool Loop::watch(int fd, uint64_t conn_id) {
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = conn_id | SIDE}};
+  return epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+void Loop::unwatch(int fd) { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
+
 void Loop::run_posted() {
   std::vector<std::function<void()>> tasks;
   {
@@ -174,10 +184,11 @@ void Loop::run(bool gives_way) {
         if (read(wake_, &count, sizeof count) < 0) {}
         continue;
       }
-      auto found = conns_.find(events[i].data.u64);
+      auto found = conns_.find(events[i].data.u64 & ~SIDE);
       if (found == conns_.end()) continue;
       auto conn = found->second;
-      conn->on_events(events[i].events);
+      if (events[i].data.u64 & SIDE) conn->on_side();
+      else conn->on_events(events[i].events);
     }
     bool stopping;
     {
@@ -206,6 +217,7 @@ Net::Net(const NetConfig& c, const std::vector<std::string>& addresses) : config
     node->address = parse_address(text);
     nodes.push_back(std::move(node));
   }
+  open_device();
   small_loop = std::make_unique<Loop>();
   for (uint32_t i = 0; i < c.loops; i++) bulk_loops.push_back(std::make_unique<Loop>()), write_loops.push_back(std::make_unique<Loop>(true));
 }
@@ -216,6 +228,38 @@ void Net::stop() {
   for (auto& loop : bulk_loops) loop->stop();
   for (auto& loop : write_loops) loop->stop();
   small_loop->stop();
+  if (worker) worker->stop();   // landing zones are fenced and returned
+}
+
+void Net::open_device() {
+  if (config.transport == Transport::TCP) return;
+  try {
+    auto device = verbs::Device::open(config.rdma_device);
+    zones = std::make_shared<verbs::ZonePool>(std::move(device), config.rdma_zone_bytes, config.rdma_pool_bytes, config.rdma_windows);
+    if (config.transport == Transport::RDMA) zones->prepare();
+    worker = std::make_unique<verbs::Worker>();
+  } catch (const verbs::Fault& fault) {
+    if (config.transport == Transport::RDMA) throw;
+    zones = nullptr;
+    const bool named = config.rdma_device != "auto";
+    notice("device", named, std::string("reads go over TCP: ") + fault.what());
+  }
+}
+
+bool Net::rdma_to(const Node& node) const {
+  if (!zones) return false;
+  const int64_t now = now_ns();
+  return config.transport == Transport::RDMA || (now >= node.tcp_until_ns.load(std::memory_order_relaxed) && now >= rdma_after_ns.load(std::memory_order_relaxed));
+}
+
+void Net::notice(const std::string& kind, bool warn, const std::string& text) {
+  std::lock_guard lock(notices_mutex_);
+  if (told_.insert(kind).second) notices_.push_back({warn, text});
+}
+
+std::vector<Net::Notice> Net::take_notices() {
+  std::lock_guard lock(notices_mutex_);
+  return std::exchange(notices_, {});
 }
 
 void Net::failed(Node& node) {

@@ -12,12 +12,18 @@
 #include <memory>
 #include <mutex>
 #include <queue>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "wire.hpp"
+
+namespace kv::verbs {
+class Worker;
+class ZonePool;
+}  // namespace kv::verbs
 
 namespace kv::client {
 
@@ -37,6 +43,8 @@ using Outcome = uint32_t;   // a Status or a Fault
 inline constexpr Outcome outcome(Fault f) { return uint32_t(f); }
 inline constexpr Outcome outcome(Status s) { return uint32_t(s); }
 
+enum class Transport : uint8_t { TCP, AUTO, RDMA };   // of reads; AUTO: RDMA where both ends can
+
 struct NetConfig {
   wire::Role small_role = wire::Role::SMALL;   // DIRECTORY where the peers are window directories
   uint32_t loops = 2;                       // threads of reads, and as many of writes; small messages have one of their own
@@ -50,6 +58,13 @@ struct NetConfig {
   std::string congestion_control;           // of TCP; "": the host's
   std::array<uint8_t, 16> cluster{};
   uint64_t epoch = 0;
+  Transport transport = Transport::TCP;
+  std::string rdma_device = "auto";
+  uint64_t rdma_zone_bytes = 4u << 20;      // of a connection's landing zone
+  uint64_t rdma_pool_bytes = 256u << 20;    // of all landing zones
+  uint32_t rdma_credits = 256;              // items that may be on their way to one connection
+  bool rdma_windows = true;                 // where the device has them
+  int64_t rdma_retry_ns = 60 * SECOND;      // TCP for so long to a node that RDMA did not work with
 };
 
 // Latencies seen lately and the delay after which an answer counts as late. Any thread.
@@ -88,6 +103,8 @@ class Loop {
   void remove(uint64_t conn_id);                // destroyed after this round of events
   void at(int64_t when_ns, std::function<void()> task);
   int epoll() const { return epoll_; }
+  bool watch(int fd, uint64_t conn_id);         // a second descriptor of a connection: tells its on_side()
+  void unwatch(int fd);
 
  private:
   struct Timer {
@@ -129,6 +146,7 @@ struct Node {
   std::vector<std::shared_ptr<ReadConn>> idle;
   uint32_t failures = 0;
   std::atomic<int64_t> down_until_ns{0};
+  std::atomic<int64_t> tcp_until_ns{0};   // RDMA did not work with it
   std::atomic<int64_t> late_since_ns{0};  // an answer is owed and was late; ends with the next byte heard
 
   bool down(int64_t now) const { return now < down_until_ns.load(std::memory_order_relaxed); }
@@ -149,7 +167,7 @@ struct Node {
 
 struct NetStats {
   std::atomic<uint64_t> connects{0}, connect_failures{0}, connections_broken{0}, connections_stalled{0}, bytes_received{0}, bytes_sent{0},
-      protocol_errors{0};
+      protocol_errors{0}, read_bytes_tcp{0}, read_bytes_rdma{0}, rdma_connections{0}, rdma_fallbacks{0}, rdma_faults{0};
   std::atomic<int64_t> connections{0}, bulk_connections{0};
 };
 
@@ -172,8 +190,21 @@ class Net {
   void succeeded(Node& node);
   void stop();
 
+  // RDMA. Null `zones`: TCP. Any thread.
+  std::shared_ptr<verbs::ZonePool> zones;
+  std::unique_ptr<verbs::Worker> worker;    // for what waits on a device
+  std::atomic<int64_t> rdma_after_ns{0};    // no landing zone could be had: not before this
+  bool rdma_to(const Node& node) const;
+  struct Notice { bool warn; std::string text; };
+  void notice(const std::string& kind, bool warn, const std::string& text);   // for the log; once for each kind
+  std::vector<Notice> take_notices();
+
  private:
+  void open_device();
   std::atomic<uint64_t> ids_{1};
+  std::mutex notices_mutex_;
+  std::set<std::string> told_;
+  std::vector<Notice> notices_;
 };
 
 // One TCP connection: connect, HELLO, an out-queue of small frames. What comes in is the business of the class below it.
@@ -187,6 +218,7 @@ class Conn : public std::enable_shared_from_this<Conn> {
   void open();                          // loop thread; ends in on_closed when it fails
   void close(Outcome why);              // loop thread
   void on_events(uint32_t events);      // loop thread
+  virtual void on_side() {}             // loop thread: of a descriptor that watch() added
   virtual bool on_sweep(int64_t now);   // loop thread, now and then; true while something is owed
   State state() const { return state_.load(std::memory_order_acquire); }
 

@@ -10,19 +10,26 @@ namespace kv::client {
 
 using wire::FrameHeader;
 
-ReadConn::ReadConn(Net& n, Node& to) : Conn(n, to, n.bulk_loop(to.index), wire::Role::BULK) { net.stats.bulk_connections++; }
+ReadConn::ReadConn(Net& n, Node& to, bool rdma) : Conn(n, to, n.bulk_loop(to.index), wire::Role::BULK), rdma_(rdma) {
+  net.stats.bulk_connections++;
+  if (rdma) link_ = std::make_unique<VerbsLink>();
+}
 
 ReadConn::~ReadConn() { net.stats.bulk_connections--; }
 
-std::shared_ptr<ReadConn> ReadConn::lease(Net& net, Node& node, bool fresh) {
+std::shared_ptr<ReadConn> ReadConn::lease(Net& net, Node& node, bool fresh, uint64_t body_bytes) {
+  const bool rdma = net.rdma_to(node) && fits_zone(net, body_bytes);
+  if (!rdma && net.config.transport == Transport::RDMA) return nullptr;
   std::lock_guard lock(node.mutex);
-  while (!fresh && !node.idle.empty()) {
-    auto conn = std::move(node.idle.back());
-    node.idle.pop_back();
-    if (conn->state() == State::OPEN) return conn;
+  std::erase_if(node.idle, [](const auto& conn) { return conn->state() == State::CLOSED; });
+  for (size_t i = fresh ? 0 : node.idle.size(); i-- > 0;) {   // the last used one first
+    auto conn = node.idle[i];
+    if (conn->rdma_.load(std::memory_order_relaxed) != rdma) continue;
+    node.idle.erase(node.idle.begin() + ptrdiff_t(i));
+    return conn;
   }
   if (node.down(now_ns()) || net.stats.bulk_connections.load() >= int64_t(net.config.bulk_connections_max)) return nullptr;
-  return std::make_shared<ReadConn>(net, node);
+  return std::make_shared<ReadConn>(net, node, rdma);
 }
 
 void ReadConn::start(std::shared_ptr<Stream> stream) {
@@ -37,31 +44,58 @@ void ReadConn::start(std::shared_ptr<Stream> stream) {
   spill_at_ = 0;
   stream_->last_ns.store(now_ns(), std::memory_order_relaxed);
   if (state() == State::CLOSED) return on_closed(outcome(Fault::BROKEN));
+  last_heard_ns_ = now_ns();
+  if (link_) {
+    link_->asked = 0;
+    link_->last = uint32_t(stream_->items.size());
+    if (state() == State::NEW) {
+      make_landing();
+      open();
+    } else if (link_->state == VerbsLink::State::READY) {
+      ask_more();
+    }
+  } else {
+    if (!send_frames()) return;
+    if (state() == State::NEW) open();
+  }
+  drain();
+}
+
+bool ReadConn::send_frames() {
+  if (stream_->requests.empty()) stream_->job->build_frames(*stream_);
+  return send_bytes(stream_->frames);
+}
+
+bool ReadConn::send_bytes(const std::vector<uint8_t>& bytes) {
   bool fine = true;
   {
     std::lock_guard lock(mutex_);
-    out_.insert(out_.end(), stream_->frames.begin(), stream_->frames.end());
+    out_.insert(out_.end(), bytes.begin(), bytes.end());
     if (state() == State::OPEN) {
       fine = flush_locked();
       listen_locked();
     }
   }
-  last_heard_ns_ = now_ns();
-  if (!fine) return close(outcome(Fault::BROKEN));
-  if (state() == State::NEW) open();
-  drain();
+  if (!fine) close(outcome(Fault::BROKEN));
+  return fine;
 }
 
 void ReadConn::drain() {
   if (!stream_ || !stream_->drain.load() || draining_ || state() == State::CLOSED) return;
   draining_ = true;
   drain_since_ns_ = now_ns();
+  size_t end = stream_->items.size();
+  if (link_) {   // what was not asked will not come
+    end = link_->last = link_->asked;
+    if (item_ == end) return finish();
+  }
   uint64_t rest = 0;
-  for (size_t i = item_; i < stream_->items.size(); i++) rest += stream_->job->body_bytes(stream_->items[i]);
+  for (size_t i = item_; i < end; i++) rest += stream_->job->body_bytes(stream_->items[i]);
   if (rest > net.config.drain_bytes_max) close(outcome(node.late() ? Fault::STALLED : Fault::CANCELLED));
 }
 
 void ReadConn::on_read() {
+  if (link_) return read_tcp();
   for (int turn = 0; turn < 4 || spilled(); turn++)
     if (step() != Step::MORE) return;
 }
@@ -91,7 +125,11 @@ ReadConn::Step ReadConn::header() {
 
 // As recv; what was received too far ahead comes first. Null: thrown away.
 ssize_t ReadConn::take(uint8_t* into, size_t bytes) {
-  if (!spilled()) return receive(into, bytes, into ? 0 : MSG_TRUNC);   // TCP throws the bytes away without copying them
+  if (!spilled()) {
+    const ssize_t n = receive(into, bytes, into ? 0 : MSG_TRUNC);   // TCP throws the bytes away without copying them
+    if (n > 0) net.stats.read_bytes_tcp.fetch_add(uint64_t(n), std::memory_order_relaxed);
+    return n;
+  }
   const size_t n = std::min(bytes, spill_.size() - spill_at_);
   if (into) std::memcpy(into, spill_.data() + spill_at_, n);
   spill_at_ += n;
@@ -270,7 +308,10 @@ ssize_t ReadConn::pull(iovec* iov, int parts) {
   ssize_t n;
   do n = recvmsg(fd_, &message, MSG_DONTWAIT);
   while (n < 0 && errno == EINTR);
-  if (n > 0) net.stats.bytes_received.fetch_add(uint64_t(n), std::memory_order_relaxed);
+  if (n > 0) {
+    net.stats.bytes_received.fetch_add(uint64_t(n), std::memory_order_relaxed);
+    net.stats.read_bytes_tcp.fetch_add(uint64_t(n), std::memory_order_relaxed);
+  }
   return n;
 }
 
@@ -319,9 +360,15 @@ void ReadConn::on_closed(Outcome why) {
   }
   auto stream = std::move(stream_);
   stream_ = nullptr;
+  const bool unproven = link_ && !link_->proven && link_->asked;
+  let_go();
+  if (unproven && (why == outcome(Fault::BROKEN) || why == outcome(Fault::STALLED)))
+    avoid_rdma("silent", "what was asked for did not come by RDMA (is UDP port 4791 open?)");
   if (!stream || stream->job->over()) return;
   // A kept connection that its peer had closed meanwhile says nothing about the node: once more, with a new one.
-  if (reused_ && !heard_any_ && why == outcome(Fault::BROKEN))
+  // Nor does RDMA that brings nothing: then over TCP.
+  const bool elsewhere = unproven && net.config.transport == Transport::AUTO;
+  if (((reused_ && !heard_any_) || elsewhere) && why == outcome(Fault::BROKEN))
     stream->job->launch(stream, true);
   else
     stream->job->lose(*stream, item_, uint32_t(stream->items.size()), why);

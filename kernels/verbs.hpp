@@ -149,8 +149,9 @@ class Endpoint {
 // Zones of one size, in slabs that are registered when first needed. Any thread.
 class ZonePool : public std::enable_shared_from_this<ZonePool> {
  public:
-  // Registers the first slab: E147, E148. At most `bytes_max`, but one zone in any case.
+  // At most `bytes_max`, but one zone in any case. Nothing is registered yet.
   ZonePool(std::shared_ptr<Device> device, uint64_t zone_bytes, uint64_t bytes_max, bool windows);
+  void prepare();          // registers the first slab. E147, E148
   struct Zone { uint8_t* at = nullptr; Region* region = nullptr; };   // region: null without windows
   bool take(Zone& zone);   // false: all in use. E147, E148
   void give(const Zone& zone);

@@ -8,20 +8,22 @@
 namespace kv::verbs {
 
 namespace {
-constexpr uint64_t SLAB_BYTES = 32 << 20;
+constexpr uint64_t SLAB_BYTES_MAX = 32 << 20, SLAB_ZONES_MAX = 8;
 }
 
 ZonePool::ZonePool(std::shared_ptr<Device> d, uint64_t bytes, uint64_t bytes_max, bool by_window)
     : device(std::move(d)),
       zone_bytes(std::min(align_up(std::max<uint64_t>(bytes, 64 << 10), 64 << 10), wire::VERBS_ZONE_BYTES_MAX)),
       windows(by_window && device->windows),
-      zones_max_(std::max<uint64_t>(bytes_max / zone_bytes, 1)) {
+      zones_max_(std::max<uint64_t>(bytes_max / zone_bytes, 1)) {}
+
+void ZonePool::prepare() {
   std::lock_guard lock(mutex_);
-  grow_locked();
+  if (!zones_) grow_locked();
 }
 
 void ZonePool::grow_locked() {
-  const uint64_t zones = std::min(std::max<uint64_t>(SLAB_BYTES / zone_bytes, 1), zones_max_ - zones_);
+  const uint64_t zones = std::min(std::clamp<uint64_t>(SLAB_BYTES_MAX / zone_bytes, 1, SLAB_ZONES_MAX), zones_max_ - zones_);
   Slab slab;
   slab.memory = std::make_unique<Memory>(zones * zone_bytes);
   // Without windows each zone is registered by itself, in a protection domain of its connection's (Landing::create).

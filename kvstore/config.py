@@ -15,6 +15,7 @@ Unknown keys and bad values are errors, never silently a default. Data, state an
     write_budget  KVSTORE_WRITE_BUDGET  --write-budget  size  none     (up, replay: bytes of one node in a day)
     port        KVSTORE_PORT        --port       0 to 65000      7400     (up: the first of its ports)
     mover       KVSTORE_MOVER       --mover      a mover     auto     (engine serve: how blocks come into device memory; docs/RDMA.md)
+    transport   KVSTORE_TRANSPORT   --transport  auto/tcp/rdma  auto      (put, get: how reads move; docs/RDMA.md)
     class       KVSTORE_CLASS       --class      name            chat     (put: retention class)
     [owners.*]                      --owner      tables          none     (node, up: floors and caps, kvstore/owners.py)
 """
@@ -96,9 +97,10 @@ _SETTINGS: Final[dict[str, tuple[Callable[[Any], Any], Any]]] = {
     "write_budget": (parse_bytes, 0),
     "port": (_integer(0, 65_000), 7400),
     "mover": (_one_of("auto", "cpu", "cuda", "cuda-kernel", "loopback"), "auto"),
+    "transport": (_one_of("auto", "tcp", "rdma"), "auto"),
     "class": (_name, "chat"),
 }
-_OTHER_VARIABLES: Final = frozenset({"KVSTORE_CONFIG"})
+_OTHER_VARIABLES: Final = frozenset({"KVSTORE_CONFIG", "KVSTORE_RDMA_DEVICE"})
 
 
 @dataclass(frozen=True, slots=True)

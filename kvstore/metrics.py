@@ -228,6 +228,11 @@ CLIENT: Final = (
     Metric("kvstore_agent_queued_requests", "gauge", "Requests waiting in this process.", {"op": ("load", "save")}),
     Metric("kvstore_agent_pinned_bytes", "gauge", "Bytes of buffers held for requests in flight."),
     Metric("kvstore_agent_connected_nodes", "gauge", "Nodes with an open connection."),
+    Metric("kvstore_load_transport_bytes_total", "counter", "Bytes that nodes sent for loads, by how.", {"transport": ("tcp", "rdma")}),
+    Metric("kvstore_rdma_fallbacks_total", "counter", "Connections that were to use RDMA and went over TCP, or were given up."),
+    Metric("kvstore_rdma_faults_total", "counter", "RDMA connections that ended with an error of the device or the fabric."),
+    Metric("kvstore_rdma_queue_pairs", "gauge", "RDMA queue pairs open now."),
+    Metric("kvstore_rdma_registered_bytes", "gauge", "Memory registered with the RDMA device."),
     Metric("kvstore_agent_ram_asked_tokens_total", "counter", "Tokens of loads that were looked for in the RAM tier."),
     Metric("kvstore_agent_ram_hit_tokens_total", "counter", "Tokens of them that came from there; hits of lookups count apart."),
     Metric(

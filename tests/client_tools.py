@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,13 @@ from kvstore.server.local import LocalCluster
 Blocks = npt.NDArray[np.uint8]
 V41 = PRESETS["v41"]
 SMALL = Layout((Section("a", 3_200), Section("b", 1_000)))  # 4,200 B a block: one plane, padded
+if os.environ.get("KVSTORE_TRANSPORT") == "rdma":  # in an emulated guest: what takes a millisecond elsewhere takes fifty there
+    ClientConfig.__init__.__kwdefaults__.update(  # type: ignore[attr-defined]  # a function, whatever a class says of it
+        connect_timeout_seconds=60.0, stall_timeout_seconds=60.0, drain_timeout_seconds=20.0, lookup_deadline_seconds=60.0,
+        load_deadline_seconds=200.0, store_deadline_seconds=200.0, ticket_seconds=900.0, rdma_zone_bytes=512 << 10,
+    )  # fmt: skip
 NO_REUSE = ClientConfig(promise_reuse_seconds=0)
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 200.0 if os.environ.get("KVSTORE_TRANSPORT") == "rdma" else 20.0
 _numbers = itertools.count(1)
 
 

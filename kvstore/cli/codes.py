@@ -221,6 +221,8 @@ ERRORS: Final = {
     "E122": ErrorCode("a data directory cannot be used", ("it is not there", "no directory", "no permission"), "make it, or name another"),
     "E125": ErrorCode("a data directory is another node's", ("--id or --data mixed up", "a disk that moved"), "name this node's own"),
     "E123": ErrorCode("a disk is full", (), "free space on it, or name another disk with --data"),
+    "E145": ErrorCode("the library of RDMA cannot be used", ("libibverbs1 is not installed", "it is too old"), "install it, or use TCP"),
+    "E146": ErrorCode("there is no RDMA device to use", ("none", "its port is down", "another name"), "kvstore doctor; or use TCP"),
     "E150": ErrorCode("a client's setting is out of range", (), "the message names the range; see kvstore/client/config.py"),
     "E152": ErrorCode("the folder of an access log cannot be used", ("no right to write", "its salt is damaged"), "name another folder"),
     "E151": ErrorCode("a command needs the sources", ("an installed package",), "run it in a checkout"),

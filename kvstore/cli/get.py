@@ -41,6 +41,7 @@ examples:
     parser.add_argument("--handle", metavar="FILE", help="a handle file in place of a name")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write; - for standard output (default: the name)")
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("--transport", metavar="NAME", help="how reads move: auto (RDMA where both ends can), tcp or rdma")
     parser.add_argument("--list", action="store_true", help="the names known here")
 
 
@@ -94,7 +95,7 @@ def _load_to(path: Path, handle: Handle, cluster_map: ClusterMap, args: argparse
 
 def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> int:
     """Writes the whole file; gives the number of pieces that were decoded. Raises StorageError E403 where something is missing."""
-    from kvstore.client import Client
+    from kvstore.client import Client, ClientConfig
 
     keys, total = handle.keys(), len(handle.hashes)
     step = max(1, WINDOW_BYTES // handle.block_bytes)
@@ -102,7 +103,8 @@ def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argpar
     timeout = args.settings["timeout"]
     whole, left, decoded = hashlib.blake2b(digest_size=32), handle.file_bytes, 0
     ticket, looked = None, 0.0
-    with Client(cluster_map, layout=handle.layout) as client, args.out.progress("get", total, unit="blocks") as bar:
+    config = ClientConfig(transport=args.settings["transport"])
+    with Client(cluster_map, layout=handle.layout, config=config) as client, args.out.progress("get", total, unit="blocks") as bar:
         for at in range(0, total, step):
             if ticket is None or time.monotonic() - looked > TICKET_SECONDS:
                 ticket, looked = client.lookup(keys, retention_class="none", deadline_seconds=timeout), time.monotonic()

@@ -37,6 +37,7 @@ examples:
     parser.add_argument("--name", metavar="NAME", help="name to get it by (default: the file's)")
     parser.add_argument("--handle", metavar="FILE", help="write the handle there, too")
     parser.add_argument("--block-bytes", metavar="SIZE", default=str(PRESETS["v41"].block_bytes), help="bytes of a block (default 113920)")
+    parser.add_argument("--transport", metavar="NAME", help="how reads move: auto (RDMA where both ends can), tcp or rdma")
     parser.add_argument("--class", metavar="CLASS", help="retention class: none, batch, chat, agent or one of the map (default chat)")
     parser.set_defaults(settings_flags=("class",))
 
@@ -93,7 +94,7 @@ def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: 
         return 0, 0
     timeout = args.settings["timeout"]
     stored = degraded = 0
-    told = ClientConfig(ask_first=False)  # somebody wants it stored
+    told = ClientConfig(ask_first=False, transport=args.settings["transport"])  # somebody wants it stored
     with Client(cluster_map, layout=handle.layout, config=told) as client, args.out.progress("put", len(keys), unit="blocks") as bar:
         there = client.lookup(keys, retention_class=retention, deadline_seconds=timeout).hit_blocks
         bar.advance(there)

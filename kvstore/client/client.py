@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -43,6 +44,8 @@ from kvstore.placement import Placement
 if TYPE_CHECKING:
     from kvstore.client.agent.ram import RamTier
 
+log = logging.getLogger(__name__)
+
 OWNER_BYTES: Final = 16
 _CHAINS_KEPT: Final = 4096
 ACCOUNTS_CLOSE_SECONDS: Final = 3.0
@@ -63,7 +66,8 @@ class Client:
         ram: RamTier | None = None,
     ) -> None:
         """Connects to nothing yet. `owner` stands for the tenant on the nodes. `ram`, which clients may share, gives what it has to loads
-        before nodes are asked. Raises MisuseError for impossible arguments."""
+        before nodes are asked. Raises MisuseError for impossible arguments, ConfigError E145 to E148 where `config` insists on RDMA and
+        there is none here."""
         if not isinstance(owner, bytes) or len(owner) != OWNER_BYTES:
             raise MisuseError("E565", "owner", "is not 16 bytes", "pass the tenant's owner tag")
         self.map = cluster_map
@@ -87,7 +91,10 @@ class Client:
             connect_timeout_seconds=config.connect_timeout_seconds, stall_timeout_seconds=config.stall_timeout_seconds,
             drain_timeout_seconds=config.drain_timeout_seconds, idle_timeout_seconds=config.idle_timeout_seconds,
             store_deadline_seconds=config.store_deadline_seconds, congestion_control=tcp.for_kernel(config.congestion_control),
+            transport=config.transport, rdma_device=config.rdma_device, rdma_pool_bytes=config.rdma_pool_bytes,
+            rdma_zone_bytes=max(config.rdma_zone_bytes, *(2 * p.shard_bytes for p in self._planes)), rdma_windows=config.rdma_windows,
         )  # fmt: skip
+        self._tell()
         self._stores = Stores(self._core)
         self._admission = Admission(self._core, self._stores, owner, self._counters, config.queue_bytes_max)
         self._tracing = Tracing()
@@ -350,6 +357,7 @@ class Client:
     def counted(self, load: Load, ticket: Ticket, wanted: int) -> LoadResult:
         """Ends a load of `wanted` blocks that begin_load began, and counts what came of it."""
         result = load.finish()
+        self._tell()
         if load.span is not None:
             self._tracing.load(load.span, load.times(), load.counts)
             self._tracing.tell(load.span, outcome=result.outcome.value, blocks=result.blocks, bytes=result.bytes, decoded=result.decoded)
@@ -474,6 +482,11 @@ class Client:
     def counters(self) -> Counters:
         """For kvstore.client.metrics."""
         return self._counters
+
+    def _tell(self) -> None:
+        """Logs what became of RDMA, once for each reason."""
+        for warn, text in self._core.take_notices():
+            log.log(logging.WARNING if warn else logging.INFO, text)
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

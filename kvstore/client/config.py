@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from kvstore import tcp
 from kvstore.errors import ConfigError
 from kvstore.keys import BLOCK_TOKENS
 
+TRANSPORTS: Final = ("auto", "tcp", "rdma")
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{0,64}")
 
 
@@ -28,6 +30,12 @@ class ClientConfig:
     queue_bytes_max: int = 1 << 30  # blocks handed to store() and not yet sent; past it the oldest extents are dropped
     ask_first: bool = True  # where the cluster map has rules for what is written; off: writes without asking the nodes
     bulk_connections_max: int = 2048
+    # Of reads: "auto" RDMA where both ends can, else TCP; "rdma" never TCP (docs/RDMA.md). Default: KVSTORE_TRANSPORT, else auto.
+    transport: str = field(default_factory=lambda: os.environ.get("KVSTORE_TRANSPORT") or "auto")
+    rdma_device: str = field(default_factory=lambda: os.environ.get("KVSTORE_RDMA_DEVICE") or "auto")  # a name of ibv_devinfo
+    rdma_pool_bytes: int = 256 << 20  # at most so much registered memory for what arrives
+    rdma_zone_bytes: int = 4 << 20  # of it for each connection; more where one item of the layout needs it
+    rdma_windows: bool = True  # memory windows where the device has them; off: a registration for each connection
     congestion_control: str = "cubic"  # of TCP (kvstore/tcp.py); "host": what the host uses by default
     connect_timeout_seconds: float = 1.0
     stall_timeout_seconds: float = 3.0  # a peer that owes something and says nothing: the connection is half open
@@ -55,6 +63,10 @@ class ClientConfig:
         ):  # fmt: skip
             self._need(name, 0 < getattr(self, name) <= 3600, "above 0, at most 3600")
         self._need("congestion_control", tcp.is_name(self.congestion_control), tcp.NAME_TEXT)
+        self._need("transport", self.transport in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}")
+        self._need("rdma_device", bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,63}", self.rdma_device)), "auto, or the name of a device")
+        self._need("rdma_zone_bytes", 64 << 10 <= self.rdma_zone_bytes <= 1 << 30, "64 KiB to 1 GiB")
+        self._need("rdma_pool_bytes", self.rdma_pool_bytes >= self.rdma_zone_bytes, "at least one zone")
         self._need("close_seconds", 0 <= self.close_seconds <= 3600, "0 to 3600")
         self._need("queue_bytes_max", self.queue_bytes_max >= 1 << 20, "at least 1 MiB")
         self._need("bulk_connections_max", self.bulk_connections_max >= 1, "at least 1")

@@ -106,6 +106,12 @@ def read_client(client: Client, values: Values) -> None:
     values.set("kvstore_agent_queued_requests", stats["stores_open"], "save")
     values.set("kvstore_agent_pinned_bytes", stats["scratch_bytes"])
     values.set("kvstore_agent_connected_nodes", stats["connected_nodes"])
+    values.set("kvstore_load_transport_bytes_total", stats["read_bytes_tcp"], "tcp")
+    values.set("kvstore_load_transport_bytes_total", stats["read_bytes_rdma"], "rdma")
+    values.set("kvstore_rdma_fallbacks_total", stats["rdma_fallbacks"])
+    values.set("kvstore_rdma_faults_total", stats["rdma_faults"])
+    values.set("kvstore_rdma_queue_pairs", stats["rdma_queue_pairs"])
+    values.set("kvstore_rdma_registered_bytes", stats["rdma_registered_bytes"])
     if client.ram is not None:
         read_ram(client.ram, values)
 

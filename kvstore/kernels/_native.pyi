@@ -418,8 +418,14 @@ class ClientCore:
         store_deadline_seconds: float = 10.0,
         congestion_control: str = "",
         directories: bool = False,
+        transport: str = "tcp",
+        rdma_device: str = "auto",
+        rdma_zone_bytes: int = ...,
+        rdma_pool_bytes: int = ...,
+        rdma_windows: bool = True,
     ) -> None:
-        """`directories`: the addresses are window directories, of which call_many alone is understood."""
+        """`directories`: the addresses are window directories, of which call_many alone is understood. `transport`: of reads: tcp, auto or
+        rdma; with rdma ConfigError E145 to E148 where there is none here."""
 
     def discover(self, owner: bytes, epoch: int, keys: _U8) -> ClientDiscover: ...
     def promise(
@@ -483,6 +489,9 @@ class ClientCore:
     @property
     def promise_delay_seconds(self) -> float: ...
     def stats(self) -> dict[str, int | float]: ...
+    def take_notices(self) -> list[tuple[bool, str]]:
+        """What the log should say of RDMA, once for each kind: is it a warning, the text."""
+
     def close(self) -> None: ...
 
 # --- loopback.cpp: RDMA from this host to itself. ConfigError E145 to E147, Unreachable E148; IndexError for pieces outside of a region.
