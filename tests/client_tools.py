@@ -33,7 +33,8 @@ _numbers = itertools.count(1)
 
 @contextmanager
 def cluster_of(directory: Path, nodes: int = 12, *, k: int = 10, m: int = 2, capacity_bytes: int = 256 << 20) -> Iterator[LocalCluster]:
-    with LocalCluster(directory, nodes, k=k, m=m, capacity_bytes=capacity_bytes) as cluster:
+    start_seconds = 600.0 if os.environ.get("RDMA_VM") else 60.0  # emulated, a daemon's imports take many seconds
+    with LocalCluster(directory, nodes, k=k, m=m, capacity_bytes=capacity_bytes, start_seconds=start_seconds) as cluster:
         yield cluster
 
 

@@ -6,6 +6,7 @@ A test of the host starts a guest and runs the files of this folder in it; on a 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,16 @@ def run_in_guest(*command: str, seconds: float, hosts: int = 1, env: tuple[str, 
         words = [str(TOOL), "--share", share, "--timeout", f"{seconds:g}", "--hosts", str(hosts), "--memory", str(MEMORY_MIB)]
         for variable in (f"KVSTORE_GUEST_SHARE={share}", "PYTHONDONTWRITEBYTECODE=1", *env):
             words += ["--env", variable]
-        return subprocess.run([*words, "--", *command], cwd=ROOT, capture_output=True, text=True, timeout=seconds + 60)
+        words += ["--", *command]
+        # A session of its own, so that a test that is given up takes the tool and its emulators along.
+        tool = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        with tool:
+            try:
+                stdout, stderr = tool.communicate(timeout=seconds + 60)
+            except BaseException:
+                os.killpg(tool.pid, signal.SIGKILL)
+                raise
+        return subprocess.CompletedProcess(words, tool.returncode, stdout, stderr)
 
 
 def pytest_in_guest(*arguments: str, seconds: float, hosts: int = 1, env: tuple[str, ...] = ()) -> str:
