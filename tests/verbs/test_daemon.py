@@ -199,7 +199,11 @@ def test_past_its_queue_pairs_and_without_a_device_it_says_so(tmp_path: Path) ->
         assert reader.ask_open().status == Status.NOT_FOUND
 
 
-@pytest.mark.parametrize("torn", ["tcp", "queue pair", "window", "never receives"])
+# The last two end by a deadline, of 8 s and more.
+LATE = [pytest.param(how, marks=pytest.mark.long) for how in ("queue pair", "never receives")]
+
+
+@pytest.mark.parametrize("torn", ["tcp", "window", *LATE])
 def test_a_peer_that_breaks_in_mid_transfer_costs_its_own_connection_only(node: InProcess, torn: str) -> None:
     r = make_record(9, blocks=64)
     node.write(r)
