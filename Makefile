@@ -13,7 +13,7 @@ demo:           ## a 12-node cluster on a real trace, two nodes killed, every by
 	@.venv/bin/kvstore demo $(if $(filter no,$(ENGINE)),--no-engine) $(ARGS)
 
 test: setup     ## all tests; SIZE=full runs the long ones too; ARGS goes to pytest
-	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(PY) -m pytest -n 2 --dist worksteal --durations=20 $(ARGS)
 
 check: setup    ## style, types, warnings as errors, generated files
 	@scripts/check
