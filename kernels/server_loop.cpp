@@ -170,8 +170,8 @@ Conn* Loop::find(uint64_t id) {
 
 void Loop::close(Conn& conn) {
   on_closed(conn);
-  sub(common_.stats.connections);
   conns_.erase(conn.id);
+  sub(common_.stats.connections);   // last: none counted, none held
 }
 
 bool Loop::dead(int error) {

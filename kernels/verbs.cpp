@@ -400,9 +400,10 @@ bool Endpoint::reset() {
 
 void Endpoint::destroy() {
   const Library& lib = library();
+  bool gone = false;
   if (qp_) {
     reset();
-    if (lib.destroy_qp(qp_) == 0) device_->queue_pairs--;
+    gone = lib.destroy_qp(qp_) == 0;
   }
   if (cq_) {
     if (channel_) listen();   // events that were not taken would keep the queue
@@ -412,6 +413,7 @@ void Endpoint::destroy() {
   qp_ = nullptr;
   cq_ = nullptr;
   channel_ = nullptr;
+  if (gone) device_->queue_pairs--;   // last: none counted, none held
 }
 
 Endpoint::~Endpoint() { destroy(); }

@@ -23,11 +23,13 @@ from server_tools import (
     daemon,
     drain_lines,
     extent_of,
+    held_here,
     make_record,
     run_to_end,
     serving,
     spawn,
     until,
+    until_no_more_than,
 )
 
 from kvstore import record, wire
@@ -411,15 +413,10 @@ def test_twenty_starts_and_stops_of_a_server_leave_no_thread_behind(tmp_path: Pa
             server.discover(bytes(32))
 
     use("buffered")
-    before = threading.active_count(), len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
+    before = held_here()
     for i in range(20):
         use(("buffered", "direct")[i % 2])
-    until(
-        lambda: (
-            (threading.active_count(), len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))) == before
-        ),
-        "threads and descriptors as before",
-    )
+    until_no_more_than(before)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

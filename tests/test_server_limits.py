@@ -10,14 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from server_tools import TAG, assert_item, daemon, extent_of, make_record, serving, until
+from server_tools import TAG, assert_item, daemon, extent_of, held_here, make_record, serving, until, until_no_more_than
 
 from kvstore import record, wire
 from kvstore.wire import Role, Status, Verb
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_past_the_connection_limit_a_client_is_told_busy_and_served_once_there_is_room(tmp_path: Path) -> None:
@@ -144,7 +140,7 @@ def test_two_hundred_connections_come_and_go_without_a_trace(tmp_path: Path, io:
         server.bulk().ask(Verb.READ, wire.encode_read([extent_of(r)], [(0, 0)]))  # the segment's descriptors are open from now on
         server.close_connections()
         until(lambda: server.stats["connections"] == 0, "quiet")
-        before = descriptors(), threading.active_count(), len(list(Path("/proc/self/task").iterdir()))
+        before = held_here()
         for i in range(200):
             connection = server.connect((None, Role.SMALL, Role.BULK, Role.BULK, Role.BULK)[i % 5])
             if i % 5 == 1:
@@ -161,7 +157,7 @@ def test_two_hundred_connections_come_and_go_without_a_trace(tmp_path: Path, io:
         until(lambda: server.stats["connections"] == 0, "all are forgotten")
         until(lambda: server.stats["inflight"] == 0 and server.stats["write_arena_used_bytes"] == 0, "nothing is held for them")
         until(lambda: server.stats["read_head_bytes"] == 0, "what the disk was still reading for them has come, and gone")
-        until(lambda: (descriptors(), threading.active_count(), len(list(Path("/proc/self/task").iterdir()))) == before, "as before")
+        until_no_more_than(before)
         assert len(server.discover(r.extent_key)) == 1
 
 

@@ -97,8 +97,13 @@ def test_without_windows_each_connection_has_a_registration() -> None:
     with PeerCluster() as cluster:
         made = Stored(cluster, config)
         with made.client:
-            stats = made.loads_right()
-            assert stats["rdma_registered_bytes"] == stats["rdma_queue_pairs"] * made.client.config.rdma_zone_bytes
+            made.loads_right()
+
+            def one_each() -> bool:  # a connection more may be on its way
+                stats = made.client.stats()
+                return stats["rdma_registered_bytes"] == stats["rdma_queue_pairs"] * made.client.config.rdma_zone_bytes > 0
+
+            until(one_each, "a registration for each queue pair")
 
 
 @pytest.mark.parametrize("status", [Status.NOT_FOUND, Status.BUSY, Status.INTERNAL, Status.BAD_REQUEST])
@@ -171,7 +176,8 @@ def test_wrong_bodies_are_found_where_they_were_copied_to(stored: Stored, rule: 
 @pytest.mark.parametrize("bits", [1, 1 << 16, 99 << 24], ids=["ordinal", "round", "status"])
 def test_an_immediate_that_is_not_due_ends_the_connection(stored: Stored, bits: int) -> None:
     stored.holder(2).immediate_xor = bits
-    assert stored.loads_right()["protocol_errors"] == 1
+    stored.loads_right()
+    until(lambda: stored.client.stats()["protocol_errors"] >= 1, "the wrong immediate")  # others may have been faster
 
 
 def test_late_writes_land_in_the_zone_and_nowhere_else(stored: Stored) -> None:

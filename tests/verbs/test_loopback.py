@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
@@ -131,6 +132,7 @@ def test_nothing_is_left_registered_or_open() -> None:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     LoopbackMover(pages(4)).close()
+    gc.collect()  # what earlier tests left goes before it is counted
     before = count()
     for _ in range(20):
         mover = LoopbackMover(pages(4))
@@ -139,4 +141,4 @@ def test_nothing_is_left_registered_or_open() -> None:
         mover.close()
         assert core.registered_bytes == 0
         del mover, core
-    assert count() == before
+    assert count() <= before
