@@ -81,16 +81,6 @@ def until(holds: Callable[[], Any], what: str, deadline_seconds: float = DEADLIN
     raise AssertionError(f"not within {deadline_seconds:g} s: {what}")
 
 
-def held_here() -> tuple[int, int, int]:
-    """Of this process: descriptors, Python's threads, all threads."""
-    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), len(list(Path("/proc/self/task").iterdir()))
-
-
-def until_no_more_than(before: tuple[int, int, int]) -> None:
-    """Fewer may be held than `before`: what earlier tests left goes when it goes."""
-    until(lambda: all(now <= then for now, then in zip(held_here(), before, strict=True)), "descriptors and threads as before")
-
-
 def pages_dropped(descriptor: int) -> bool:
     """Asks the kernel to forget a file's pages; False where some are still there.
 

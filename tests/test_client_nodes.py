@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from client_tools import NO_REUSE, SMALL, V41, WAIT_SECONDS, Blocks, bytes_of, chain, cluster_of, load, store, until
+from leaks import at_rest, until_no_more
 
 from kvstore.client import Client, ClientConfig, LoadOutcome, StoreOutcome, Ticket
 from kvstore.keys import Keys
@@ -205,32 +206,25 @@ def test_every_read_of_a_key_with_many_writers_is_one_writers(cluster: LocalClus
 
 
 def test_descriptors_and_threads_stay_flat(cluster: LocalCluster) -> None:
-    def counts() -> tuple[int, int]:
-        return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
-
-    def at_most(before: tuple[int, int]) -> bool:
-        return all(now <= then for now, then in zip(counts(), before, strict=True))
-
     keys = chain(64, SMALL)
     with Client(cluster.map, layout=SMALL) as client:
         data = store(client, keys)
         place = np.zeros_like(data)
-    before = counts()
+    before = at_rest()
     for _ in range(50):  # whole lives
         with Client(cluster.map, layout=SMALL, config=ClientConfig(threads=1)) as client:
             load_into(client, client.lookup(keys), place)
-    until(lambda: at_most(before), "threads and descriptors of 50 clients to be gone")
+    until_no_more(before)
     with Client(cluster.map, layout=SMALL, config=NO_REUSE) as client:
         for _ in range(10):
             store(client, chain(3, SMALL))
             load_into(client, client.lookup(keys), place)
-        opened = counts()
+        opened = at_rest()
         for _ in range(200):
             load_into(client, client.lookup(keys), place)
         client.flush()
-        after = counts()
-        assert after[1] == opened[1] and after[0] <= opened[0] + 12  # one more parity connection a node, if two loads overlap in it
-    until(lambda: at_most(before), "all of it to be gone")
+        until_no_more(opened, spare=12)  # one more parity connection a node, if two loads overlap in it
+    until_no_more(before)
 
 
 def test_what_another_agent_found_can_be_loaded(cluster: LocalCluster) -> None:

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 from server_tools import daemon
-from test_owners import ZETA, metrics, put, records
+from test_owners import BOUND, ZETA, bound_at_rest, metrics, put, records
 
 from kvstore.server.dropped import FILE, Dropped
-
-BOUND = 'kvstore_retention_bound_seconds{retention_class="chat"}'
 
 
 def test_the_latest_use_of_what_was_dropped_outlives_the_process(tmp_path: Path) -> None:
@@ -34,8 +32,9 @@ def test_a_damaged_file_costs_the_memory_alone(tmp_path: Path, text: str) -> Non
 def test_a_real_node_tells_the_same_bound_after_a_restart(tmp_path: Path) -> None:
     arguments = ("--virtual-clock", "--capacity", "8MB")
     with daemon(tmp_path, *arguments) as server:
-        put(server, records(ZETA, 1000, 240, 100))
-        before = metrics(server)[BOUND]
+        stored = records(ZETA, 1000, 240, 100)
+        put(server, stored)
+        before = bound_at_rest(server, stored)
         assert 0 < before < 240 * 60
     with daemon(tmp_path, *arguments) as server:
         assert metrics(server)[BOUND] == before

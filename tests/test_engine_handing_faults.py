@@ -19,6 +19,7 @@ import pytest
 from client_tools import until
 from engine_giver import DRAFTING, options_of, watched
 from handoff_child import digest
+from leaks import Counts, at_rest, until_no_more
 from test_engine_handing import WAIT_SECONDS, Recorder, alone, model, prompt_of
 
 from kvstore.client.agent.frames import PeerConfig
@@ -187,22 +188,19 @@ def test_a_prompt_that_loses_its_room_is_offered_anew(monkeypatch: pytest.Monkey
 
 
 def test_descriptors_and_threads_are_as_before_after_many_handoffs() -> None:
-    def counts() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     inbox = HandoffInbox(64 << 20)
     server = PeerServer("127.0.0.1", 0, handoffs=inbox)
     with Peers() as peers, Engine(model(), None) as decode, Engine(model(), None) as prefill:
         takeovers = Takeovers(decode, inbox)
-        before = 0
-        for number in range(12):
+        before: Counts = ()
+        for number in range(16):
             request = prefill.submit(prompt_of(40), options=RequestOptions(max_tokens=3), give=to(peers, server.address))
             if number % 3 == 2:
                 request.cancel()
             assert request.result(WAIT_SECONDS).finish_reason in ("handed_over", "cancelled")
             if number == 4:
-                before = counts()
-        until(lambda: counts() <= before, "the end of withdrawn ones")
+                before = at_rest()
+        until_no_more(before, spare=3)
         until(lambda: inbox.stats()["used_bytes"] == 0, "their memory")
         takeovers.close()
     server.close()

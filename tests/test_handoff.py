@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from handoff_child import digest, sections_of
+from leaks import at_rest, until_no_more
 from server_tools import until
 
 from kvstore import wire
@@ -395,9 +396,6 @@ def test_offers_of_noise_are_refused_and_nothing_is_allocated_for_them(seed: int
 
 
 def test_no_descriptor_thread_or_byte_is_left_after_200_handoffs() -> None:
-    def counts() -> tuple[int, int]:
-        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-
     with inbox_of() as (inbox, server), Peers() as peers:
         before = None
         for cycle in range(203):
@@ -411,7 +409,8 @@ def test_no_descriptor_thread_or_byte_is_left_after_200_handoffs() -> None:
                 del arrival
             if cycle in (6, 202):  # not after an abort, which ends its connections
                 until(lambda: server.stats()["connections"] == 2, "the end of the other connections")
-                before = before or counts()
-        assert counts() == before
+                before = before or at_rest()
+        assert before
+        until_no_more(before)
         assert inbox.stats()["used_bytes"] == 0
         assert inbox.stats()["allocated_bytes"] <= 256 << 10

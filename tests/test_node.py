@@ -16,6 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from leaks import at_rest, until_no_more
 from server_tools import (
     DEADLINE_SECONDS,
     Daemon,
@@ -23,13 +24,11 @@ from server_tools import (
     daemon,
     drain_lines,
     extent_of,
-    held_here,
     make_record,
     run_to_end,
     serving,
     spawn,
     until,
-    until_no_more_than,
 )
 
 from kvstore import record, wire
@@ -413,10 +412,10 @@ def test_twenty_starts_and_stops_of_a_server_leave_no_thread_behind(tmp_path: Pa
             server.discover(bytes(32))
 
     use("buffered")
-    before = held_here()
+    before = at_rest()
     for i in range(20):
         use(("buffered", "direct")[i % 2])
-    until_no_more_than(before)
+    until_no_more(before)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from leaks import Counts, at_rest, until_no_more
 from peer_child import entry_of
 from server_tools import until
 
@@ -43,7 +44,10 @@ def holder(*words: str, size: int = ENTRY_BYTES) -> Iterator[tuple[str, subproce
     )  # fmt: skip
     try:
         assert child.stdout is not None
-        yield f"127.0.0.1:{int(child.stdout.readline())}", child
+        address = f"127.0.0.1:{int(child.stdout.readline())}"
+        if "stop" in words:
+            until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T", "it stands still")
+        yield address, child
     finally:
         child.kill()
         child.communicate()
@@ -418,20 +422,18 @@ def _noise(dice: random.Random) -> bytes:
 
 
 def test_no_descriptor_and_no_thread_is_left_after_200_connections_and_servers() -> None:
-    def counts() -> tuple[int, int]:
-        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-
+    began = at_rest()
     with served({key(1): b"entry"}) as server:
-        before = None
+        before: Counts = ()
         for cycle in range(200):
             with Peers(config=PATIENT) as peers:
                 assert peers.fetch_window(server.address, key(1), WAIT_SECONDS) == b"entry"
             if cycle == 5:
                 until(lambda: server.stats()["connections"] == 0, "the end of all connections")
-                before = counts()
+                before = at_rest()
         until(lambda: server.stats()["connections"] == 0, "the end of all connections")
-        assert counts() == before
+        until_no_more(before)
     for _ in range(20):
         with served({}) as server, wire.Connection(("127.0.0.1", server.port), None):
             pass
-    assert counts()[1] == before[1] - server.config.threads if before else False
+    until_no_more(began)

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from server_tools import TAG, assert_item, daemon, extent_of, held_here, make_record, serving, until, until_no_more_than
+from leaks import at_rest, until_no_more
+from server_tools import TAG, assert_item, daemon, extent_of, make_record, serving, until
 
 from kvstore import record, wire
 from kvstore.wire import Role, Status, Verb
@@ -140,7 +141,7 @@ def test_two_hundred_connections_come_and_go_without_a_trace(tmp_path: Path, io:
         server.bulk().ask(Verb.READ, wire.encode_read([extent_of(r)], [(0, 0)]))  # the segment's descriptors are open from now on
         server.close_connections()
         until(lambda: server.stats["connections"] == 0, "quiet")
-        before = held_here()
+        before = at_rest()
         for i in range(200):
             connection = server.connect((None, Role.SMALL, Role.BULK, Role.BULK, Role.BULK)[i % 5])
             if i % 5 == 1:
@@ -157,7 +158,7 @@ def test_two_hundred_connections_come_and_go_without_a_trace(tmp_path: Path, io:
         until(lambda: server.stats["connections"] == 0, "all are forgotten")
         until(lambda: server.stats["inflight"] == 0 and server.stats["write_arena_used_bytes"] == 0, "nothing is held for them")
         until(lambda: server.stats["read_head_bytes"] == 0, "what the disk was still reading for them has come, and gone")
-        until_no_more_than(before)
+        until_no_more(before)
         assert len(server.discover(r.extent_key)) == 1
 
 
