@@ -15,7 +15,7 @@ Unknown keys and bad values are errors, never silently a default. Data, state an
     write_budget  KVSTORE_WRITE_BUDGET  --write-budget  size  none     (up, replay: bytes of one node in a day)
     port        KVSTORE_PORT        --port       0 to 65000      7400     (up: the first of its ports)
     mover       KVSTORE_MOVER       --mover      a mover     auto     (engine serve: how blocks come into device memory; docs/RDMA.md)
-    transport   KVSTORE_TRANSPORT   --transport  auto/tcp/rdma  auto      (put, get: how reads move; docs/RDMA.md)
+    transport   KVSTORE_TRANSPORT   --transport  auto/tcp/rdma  auto      (put, get, replay, agent, engine serve: how reads move)
     class       KVSTORE_CLASS       --class      name            chat     (put: retention class)
     [owners.*]                      --owner      tables          none     (node, up: floors and caps, kvstore/owners.py)
 """

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -145,6 +148,39 @@ def test_a_bad_flag_or_variable_names_itself(cli: Cli) -> None:
     assert ran.code == 0 and "did you mean KVSTORE_TIMEOUT?" in ran.stderr
     with pytest.raises(ConfigError):
         load_settings({"nodes": "12x"}, {})
+
+
+OF_ANOTHER_MEANING = {  # flags that are named like a setting, and are not it
+    "node": {"capacity", "port", "io", "policy"},
+    "dashboard": {"port"},
+    "plan": {"policy", "nodes"},
+    "engine serve": {"nodes"},
+}
+
+
+def commands_below(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, below in action.choices.items():
+                yield from commands_below(f"{name} {word}".strip(), below)
+
+
+def test_a_flag_that_is_a_setting_is_read_as_one() -> None:
+    """A command that has the flag and does not name it in `settings_flags` would take it and go on without."""
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    for name in COMMANDS:
+        importlib.import_module(f"kvstore.cli.{name.replace('-', '_')}").add_parser(subparsers)
+    settings = set(load_settings({}, {"HOME": "/nowhere"}).values) - {"map", "timeout", "color"}
+    for name, command in commands_below("", parser):
+        flags = {action.dest for action in command._actions} & settings - OF_ANOTHER_MEANING.get(name, set())
+        assert flags <= set(command.get_default("settings_flags") or ()), name
+
+
+@pytest.mark.parametrize("words", ["get a", "put a", "replay a", "agent", "engine serve"])
+def test_a_transport_that_there_is_not_is_refused(cli: Cli, words: str) -> None:
+    cli.run(*words.split(), "--transport", "ib").refused(2, '--transport "ib"', "auto, tcp, rdma")
 
 
 def test_every_code_is_explained(cli: Cli) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.cluster import map_path
+from kvstore.cli.flags import add_transport
 from kvstore.cli.output import Output
 from kvstore.config import xdg
 from kvstore.errors import ConfigError, KvstoreError, UsageError
@@ -51,6 +52,7 @@ A worker attaches with kvstore.client.agent.worker.WorkerAgent(SOCKET, layout=..
     add("--advertise", metavar="HOST:PORT", help="the address that others are told (default: that of --listen)")
     add("--directory", metavar="HOST:PORT", action="append", default=[], help="a window directory (repeatable; default: those of the map)")
     add("--http", metavar="HOST:PORT", help="of /livez, /readyz and /metrics (default 127.0.0.1 and any free port)")
+    add_transport(parser)
     add("--ticket-key", metavar="FILE", help="16 to 64 bytes that all agents share, so that each redeems the others' tickets")
     add(
         "--to",
@@ -59,6 +61,7 @@ A worker attaches with kvstore.client.agent.worker.WorkerAgent(SOCKET, layout=..
         "directory names)",
     )
     add("--within", metavar="TIME", help="how long a drain, or a SIGTERM, may take (default 60s)")
+    parser.set_defaults(settings_flags=("transport",))
 
 
 _FLAGS: Final[dict[str, tuple[str, Callable[[Any], Any]]]] = {
@@ -87,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from kvstore.client.agent.process_config import ProcessConfig
 
     given: dict[str, Any] = {"map_path": map_path(args), "socket_path": path, "directories": tuple(args.directory)}
+    given["transport"] = args.settings["transport"]
     for flag, (field, convert) in _FLAGS.items():
         if (value := getattr(args, flag)) is not None:
             given[field] = _converted(flag, value, convert)

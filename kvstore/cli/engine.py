@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.cluster import ask_nodes, require_some
+from kvstore.cli.flags import add_transport
 from kvstore.cli.output import Output
 from kvstore.cli.up import K, M, check_erasable, check_room, short_path, stop_on_signals
 from kvstore.clustermap import ClusterMap
@@ -75,7 +76,8 @@ It needs torch: pip install 'kvstore[engine]'. There is no login: listen on 127.
     serve.add_argument(
         "--mover", metavar="NAME", help="how loaded rows come into its memory: auto, cpu, loopback (kvstore doctor --measure)"
     )
-    serve.set_defaults(settings_flags=("mover",))
+    add_transport(serve)
+    serve.set_defaults(settings_flags=("mover", "transport"))
     serve.add_argument("--access-log", metavar="DIR", type=Path, help="write a row for each prompt there, for kvstore report and plan")
 
 
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         out.step("ok", "model", f"{model_name}, weights {weights}{_noise(weights)}, {time.monotonic() - began:.1f} s")
         config = ServeConfig(
             queue_max=queue, directories=tuple(args.window_directory), audit_every=audit, access_log=args.access_log,
-            mover=args.settings["mover"],
+            mover=args.settings["mover"], transport=args.settings["transport"],
         )  # fmt: skip
         cluster_map, map_path, cluster = _cluster(args, out, stack, nodes)
         url = stack.enter_context(serving(model, weights, cluster_map, listening, config))

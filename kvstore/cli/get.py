@@ -15,6 +15,7 @@ import numpy as np
 
 from kvstore.cli.blocks import WINDOW_BYTES, Handle, handle_path, handles_directory
 from kvstore.cli.cluster import find_map, why_short
+from kvstore.cli.flags import add_transport
 from kvstore.cli.output import Output
 from kvstore.cli.signals import interrupted_by_signals
 from kvstore.clustermap import ClusterMap
@@ -41,7 +42,8 @@ examples:
     parser.add_argument("--handle", metavar="FILE", help="a handle file in place of a name")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write; - for standard output (default: the name)")
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
-    parser.add_argument("--transport", metavar="NAME", help="how reads move: auto (RDMA where both ends can), tcp or rdma")
+    add_transport(parser)
+    parser.set_defaults(settings_flags=("transport",))
     parser.add_argument("--list", action="store_true", help="the names known here")
 
 

@@ -12,6 +12,7 @@ from typing import IO, Any, Final, cast
 
 from kvstore.cli.blocks import Handle, handle_path, scan, windows
 from kvstore.cli.cluster import find_map, why_short
+from kvstore.cli.flags import add_transport
 from kvstore.cli.output import Output
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import InputError, Refused, StorageError
@@ -37,9 +38,9 @@ examples:
     parser.add_argument("--name", metavar="NAME", help="name to get it by (default: the file's)")
     parser.add_argument("--handle", metavar="FILE", help="write the handle there, too")
     parser.add_argument("--block-bytes", metavar="SIZE", default=str(PRESETS["v41"].block_bytes), help="bytes of a block (default 113920)")
-    parser.add_argument("--transport", metavar="NAME", help="how reads move: auto (RDMA where both ends can), tcp or rdma")
+    add_transport(parser)
     parser.add_argument("--class", metavar="CLASS", help="retention class: none, batch, chat, agent or one of the map (default chat)")
-    parser.set_defaults(settings_flags=("class",))
+    parser.set_defaults(settings_flags=("class", "transport"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvstore.cli.flags import add_transport
 from kvstore.cli.output import Output
 from kvstore.cli.signals import interrupted_by_signals
 from kvstore.clustermap import ClusterMap, Rules
@@ -64,7 +65,8 @@ Without --map, a local cluster is started for the replay and removed after it. d
     add("--policy", metavar="NAME", help="of the local cluster: lru, s3fifo or sieve (default lru)")
     add("--admit", metavar="RULE", help="of the local cluster: all or second-touch (default all)")
     add("--write-budget", metavar="SIZE", help="of the local cluster: bytes a day and node, of the trace's time (default none)")
-    parser.set_defaults(settings_flags=("policy", "admit", "write_budget"))
+    add_transport(parser)
+    parser.set_defaults(settings_flags=("policy", "admit", "write_budget", "transport"))
     add("--log", type=Path, metavar="FILE", help="write what each request met, one Parquet row a request")
     add("--access-log", type=Path, metavar="DIR", help="write the client's access log: for kvstore report and plan (docs/ACCESS_LOG.md)")
     add(
@@ -110,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
             log=args.log,
             access_log=args.access_log,
             metrics_port=args.serve_metrics,
+            transport=args.settings["transport"],
         )
         if args.serve_metrics is not None:
             with port_fault(HOST, args.serve_metrics, "--serve-metrics"):

@@ -57,7 +57,8 @@ class ReplayOptions:
     log: Path | None = None  # what each request met, one Parquet file
     access_log: Path | None = None  # the client's own log, a folder (docs/ACCESS_LOG.md)
     metrics_port: int | None = None  # the client's /metrics on 127.0.0.1 while it plays; 0: any free port
-    client: ClientConfig | None = None  # None: what suits the clock
+    transport: str = ""  # of reads: auto, tcp or rdma; "": as ClientConfig has it
+    client: ClientConfig | None = None  # None: what suits the clock, and the transport
     before_request: Callable[[int], None] | None = None  # ordinal, before it is handed to a worker
     after_request: Callable[[RequestOutcome], None] | None = None  # in the order of the trace
 
@@ -114,6 +115,8 @@ def wrong_bytes(keys: Keys, blocks: Blocks) -> int:
 
 def _client_config(options: ReplayOptions) -> ClientConfig:
     config = ClientConfig(block_tokens=options.block_tokens, access_log=options.access_log)
+    if options.transport:
+        config = replace(config, transport=options.transport)
     if options.clock == "wall":
         return config
     # A promise counts real seconds, in which a virtual clock passes many minutes: held for 60 s it would keep half of a small cache alive.

@@ -269,6 +269,8 @@ class AgentProcess:
         )  # fmt: skip
         if self._ticket_key:
             own = replace(own, ticket_key=self._ticket_key)
+        if config.transport:
+            own = replace(own, transport=config.transport)
         client = Client(self.map, layout=kind.layout, config=own, owner=kind.owner, kv_group=kind.kv_group, ram=self.ram)
         taker = Taker(kind.owner, config.handoff_bytes // config.kinds_max)
         try:

@@ -34,6 +34,7 @@ class ProcessConfig:
     http_host: str = "127.0.0.1"
     http_port: int = 0
     ticket_key_path: Path | None = None  # a file of 16 to 64 bytes that agents share; None: a key of this process alone
+    transport: str = ""  # of reads: auto, tcp or rdma; "": as ClientConfig has it
     drain_seconds: float = 60.0
     drain_to: str = ""  # host:port of the agent that takes the windows when this one ends; "": one that the directory names
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +37,7 @@ class ServeConfig:
     directories: tuple[str, ...] = ()  # window directories, ip:port; none: those of the cluster map
     audit_every: int = 0  # of N answers over a bounded replay one is computed again exactly; 0: none
     mover: str = "auto"  # how loaded rows come into the engine's memory
+    transport: str = ""  # of reads: auto, tcp or rdma; "": as ClientConfig has it
     access_log: Path | None = None  # a folder: one row a lookup, in Parquet files
 
 
@@ -46,6 +47,8 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
     host, port = listening.getsockname()[:2]
     draining = threading.Event()
     of_client = ClientConfig(block_tokens=model.config.block, model_name=model.config.name, access_log=config.access_log)
+    if config.transport:
+        of_client = replace(of_client, transport=config.transport)
     with (
         Client(cluster_map, layout=model.layout, config=of_client) as client,
         Agent(client, config=agent_config(model.config, directories=config.directories, host=host)) as agent,
