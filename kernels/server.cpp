@@ -45,6 +45,9 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
       bulk_.push_back(std::make_unique<BulkLoop>(shared_, *reads_, *putter_));
       loops.push_back(bulk_.back().get());
     }
+    records_ = std::make_unique<BulkLoop>(shared_, *putter_);
+    records_->hand_to(loops);
+    for (BulkLoop* each : loops) each->hand_to({records_.get()});
     try {
       for (auto& b : bulk_)
         if (verbs_) b->share_pool();
@@ -58,6 +61,7 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
     throw;
   }
   for (auto& b : bulk_) b->start("kv-bulk");
+  records_->start("kv-records", true);
   small_->start("kv-small");
 }
 
@@ -91,10 +95,12 @@ void Server::stop() {
   if (small_) small_->stop();
   if (putter_) putter_->stop();
   for (auto& b : bulk_) b->stop();
+  if (records_) records_->stop();
   if (reads_) reads_->stop();
   if (verbs_) verbs_->close();
   small_.reset();
   bulk_.clear();
+  records_.reset();
   putter_.reset();
   reads_.reset();
 }

@@ -79,6 +79,7 @@ class Server {
   std::unique_ptr<ReadService> reads_;
   std::unique_ptr<Putter> putter_;
   std::vector<std::unique_ptr<BulkLoop>> bulk_;
+  std::unique_ptr<BulkLoop> records_;
   std::unique_ptr<SmallLoop> small_;
 };
 

@@ -42,6 +42,13 @@ Loop::Turn BulkLoop::serve(Conn& conn) {
     if (conn.phase >= Phase::CLOSING) return finish(conn);
     const Step received = receive_some(conn, budget);
     if (received == Step::DEAD) return Turn::CLOSE;
+    if (misplaced(conn)) {
+      Message message;
+      message.kind = Message::Kind::ADOPT;
+      message.adopted = release(conn);
+      others_[next_other_++ % others_.size()]->post(std::move(message));
+      return Turn::MOVED;
+    }
     if (conn.eof && (b.verbs || b.requests.empty()) && !conn.pending()) return Turn::CLOSE;
     if (b.verbs && conn.hangup) return Turn::CLOSE;   // what it asked for it will not take
     if (sent == Step::STUCK && received == Step::STUCK) return Turn::REST;
@@ -266,9 +273,19 @@ void BulkLoop::answered(Conn& conn) {
 bool BulkLoop::wants_input(const Conn& conn) const {
   const BulkState& b = *conn.bulk;
   if (conn.eof || b.input == BulkState::Input::STOPPED) return false;
+  if (!engine_ && for_others(conn)) return false;   // first what was asked before is answered
   if (b.input != BulkState::Input::HEADER || b.got) return true;
   if (b.requests.empty()) return true;
   return b.requests.size() < REQUESTS_MAX && b.held_bytes < shared_.config.connection_bytes_max && shared_.read_ask_bytes < READ_ASK_BYTES_MAX;
+}
+
+// Is the frame whose header came of a kind that another thread is for? One that reads takes records, too, where answers are due.
+bool BulkLoop::for_others(const Conn& conn) const {
+  const BulkState& b = *conn.bulk;
+  if (b.verbs || others_.empty()) return false;
+  const bool record = b.input == BulkState::Input::RECORD || b.input == BulkState::Input::DISCARD;
+  const bool ask = b.input == BulkState::Input::READ_BODY || b.input == BulkState::Input::VERBS_BODY;
+  return engine_ ? record : ask;
 }
 
 // At most `want` bytes into `to`, what the small loop left over first.
@@ -348,6 +365,7 @@ BulkLoop::Step BulkLoop::receive_some(Conn& conn, int64_t& budget) {
       }
       case BulkState::Input::STOPPED: break;
     }
+    if (misplaced(conn)) break;
   }
   return moved ? Step::MOVED : Step::STUCK;
 }

@@ -1,5 +1,6 @@
 // The threads of READ and WRITE. Requests of a connection are answered in order of arrival; input is read ahead of the answers, so
-// that one record is received while another is put, and the disk is asked early.
+// that one record is received while another is put, and the disk is asked early. One more receives records alone, behind the others:
+// a connection goes there with its first WRITE and comes back with its next READ.
 #pragma once
 #include <unordered_set>
 
@@ -44,7 +45,9 @@ struct BulkState {
 class BulkLoop final : public Loop {
  public:
   BulkLoop(ServerShared& shared, ReadService& reads, Putter& putter);
+  BulkLoop(ServerShared& shared, Putter& putter) : Loop(shared), shared_(shared), putter_(putter) {}   // for records alone
   ~BulkLoop() override { stop(); }
+  void hand_to(std::vector<BulkLoop*> others) { others_ = std::move(others); }   // what is theirs; before start()
   void share_pool();   // makes its pool known to the device; verbs::Fault. Before start()
 
  protected:
@@ -62,6 +65,8 @@ class BulkLoop final : public Loop {
   Step receive_some(Conn& conn, int64_t& budget);
   Step take(Conn& conn, uint8_t* to, uint64_t want, int64_t& budget);
   bool wants_input(const Conn& conn) const;
+  bool for_others(const Conn& conn) const;
+  bool misplaced(const Conn& conn) const { return for_others(conn) && conn.bulk->requests.empty(); }
   void on_header(Conn& conn);
   void on_read(Conn& conn);
   void on_record(Conn& conn);
@@ -84,8 +89,10 @@ class BulkLoop final : public Loop {
   Step rest(VerbsState& v);
 
   ServerShared& shared_;
-  std::unique_ptr<ReadEngine> engine_;
+  std::unique_ptr<ReadEngine> engine_;       // null: for records alone
   Putter& putter_;
+  std::vector<BulkLoop*> others_;
+  size_t next_other_ = 0;
   std::unique_ptr<Arena> pool_;              // registered; null without RDMA
   std::unordered_set<uint64_t> hungry_;      // connections that found no room in it
 };

@@ -11,6 +11,7 @@
 
 #include <system_error>
 
+#include "priority.hpp"
 #include "server_bulk.hpp"   // BulkState, whose end is a connection's
 
 namespace kv {
@@ -93,11 +94,14 @@ Loop::~Loop() {
   ::close(wake_);
 }
 
-void Loop::start(const char* name) {
+void Loop::start(const char* name, bool gives_way) {
   sigset_t all, old;   // signals are the main thread's
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
-  thread_ = std::thread([this] { run(); });
+  thread_ = std::thread([this, gives_way] {
+    if (gives_way) give_way_to_loads();
+    run();
+  });
   pthread_sigmask(SIG_SETMASK, &old, nullptr);
   pthread_setname_np(thread_.native_handle(), name);
 }

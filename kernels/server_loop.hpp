@@ -68,7 +68,7 @@ class Loop {
  public:
   explicit Loop(FrontShared& shared);
   virtual ~Loop();
-  void start(const char* name);
+  void start(const char* name, bool gives_way = false);   // gives_way: behind threads that somebody waits for
   void stop();               // closes every connection, joins; harmless twice
   void post(Message message);   // any thread
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_tools import TAG, InProcess, extent_of, make_record, serving, until
+from server_tools import TAG, InProcess, assert_item, extent_of, make_record, serving, until
 
-from kvstore import wire
+from kvstore import record, wire
 from kvstore.errors import ProtocolError
 from kvstore.wire import Role, Status, Verb
 
@@ -200,8 +201,6 @@ def test_everything_may_arrive_in_single_bytes(server: InProcess) -> None:
     assert small.receive().verb == Verb.HELLO
     assert small.receive().status == Status.OK
     bulk = server.connect(None)
-    from kvstore import record
-
     whole = wire.encode(Verb.HELLO, wire.Hello(Role.BULK, TAG).encode()) + wire.encode(Verb.WRITE, record.build(r))
     for byte in whole + wire.encode(Verb.READ, wire.encode_read([extent_of(r)], [(0, 0)])):
         bulk.send(bytes([byte]))
@@ -219,6 +218,34 @@ def test_hello_and_requests_may_arrive_in_one_piece(server: InProcess) -> None:
     bulk.send(wire.encode(Verb.HELLO, wire.Hello(Role.BULK, TAG).encode()) + reads)
     bulk.receive()
     assert [(bulk.receive().request_id) for _ in range(100)] == [i for i in range(50) for _ in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_writes_and_reads_that_take_turns_on_one_connection_are_answered_in_order(server: InProcess, seed: int) -> None:
+    """A thread of its own receives records, and connections move to and from it: between requests, and with some still unanswered."""
+    dice = random.Random(seed)
+    known = [make_record(1000 * seed + 5000, blocks=2)]
+    assert server.write(known[0]) == [Status.OK]
+    bulk = server.bulk()
+    for first in range(0, 100, 5):
+        asked: list[record.Record | None] = []
+        frames = b""
+        for number in range(first, first + dice.randint(1, 5)):
+            asked.append(dice.choice((None, *known[-3:])))
+            if (r := asked[-1]) is None:
+                known.append(make_record(1000 * seed + 5001 + number, blocks=dice.randint(1, 3)))
+                frames += wire.encode(Verb.WRITE, record.build(known[-1]), request_id=number)
+            else:
+                frames += wire.encode(Verb.READ, wire.encode_read([extent_of(r)], [(0, 2)]), request_id=number)
+        while frames:
+            cut = dice.choice((1, 31, 40, 5000, 100_000, len(frames)))
+            bulk.send(frames[:cut])
+            frames = frames[cut:]
+        for number, r in enumerate(asked, first):
+            frame = bulk.receive()
+            assert (frame.request_id, frame.status) == (number, Status.OK)
+            if r is not None:
+                assert_item(frame.body, r, 2)
 
 
 def test_requests_before_a_bad_frame_are_still_answered(server: InProcess) -> None:

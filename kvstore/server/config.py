@@ -39,7 +39,7 @@ class NodeConfig:
     io: str = "auto"
     strict_sync: bool = False  # every commit durable before it is acknowledged; else synced each second
     virtual_clock: bool = False  # time is what clients say (trace replay)
-    bulk_threads: int = 2  # 1..64
+    bulk_threads: int = 2  # 1..64, that read and send; one more receives records
     write_threads: int = 4  # 1..64
     connections_max: int = 4096  # 1..1,000,000
     write_arena_bytes: int = 96 << 20  # records received and not yet stored, all connections; past it BUSY
