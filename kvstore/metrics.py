@@ -291,7 +291,8 @@ WINDOW: Final = (
     ),
 )
 
-HANDOFF_OUTCOMES: Final = ("done", "busy", "too_large", "unreachable", "lost", "late", "aborted", "full")  # kvstore/client/agent/handoff.py
+# kvstore/client/agent/handoff.py
+HANDOFF_OUTCOMES: Final = ("done", "busy", "too_large", "refused", "unreachable", "lost", "late", "aborted", "full")
 HANDOFF_EVENTS: Final = ("offered", "refused", "committed", "lost", "expired")  # kvstore/client/agent/inbox.py
 
 PEER: Final = (

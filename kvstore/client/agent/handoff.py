@@ -2,7 +2,7 @@
 
     begin     says what will come; the other side may refuse                      -> HandoffSender, or why not
     put       section by section as they become ready; returns at once, the bytes go out on a few streams of their own
-    commit    waits until all is over there and checked                           -> HandoffOutcome
+    commit    waits until all is over there, checked and agreed to                -> HandoffOutcome
     abort     the other side forgets it
 
 Bytes are read where they lie: what was put must not change until `on_sent` is called for it, or the handoff has ended, in whatever way. It
@@ -37,6 +37,7 @@ STREAMS_MAX: Final = 16
 UNANSWERED_MAX: Final = 32  # parts of one stream
 LOOK_SECONDS: Final = 0.5  # between two looks whether the other side is still there, while nothing is to be sent
 CONNECT_SECONDS: Final = 1.0
+ANSWER_SECONDS: Final = 1.0  # for the answer to a COMMIT, past the deadline, too: who gives up before it may end as one of two that answer
 IDLE_SECONDS: Final = 60
 
 
@@ -44,6 +45,7 @@ class HandoffOutcome(Enum):
     DONE = "done"
     BUSY = "busy"  # no room or no wish there now: another decode process, or later
     TOO_LARGE = "too_large"  # never fits there
+    REFUSED = "refused"  # all of it is there, and is nothing that can be taken there: another model, codec or version
     UNREACHABLE = "unreachable"  # nobody answered, or who did is no agent of this cluster
     LOST = "lost"  # the other side died, or forgot it
     LATE = "late"  # the deadline passed
@@ -53,6 +55,7 @@ class HandoffOutcome(Enum):
 
 _REFUSALS: Final = {
     int(Status.BUSY): HandoffOutcome.BUSY, int(Status.DRAINING): HandoffOutcome.BUSY, int(Status.NO_SPACE): HandoffOutcome.TOO_LARGE,
+    int(Status.BAD_VERSION): HandoffOutcome.REFUSED,
 }  # fmt: skip
 
 
@@ -134,9 +137,16 @@ def begin(
 
 
 def send_handoff(
-    peers: Peers, address: str, sections: Mapping[str, Buffer], *, deadline_seconds: float = 10.0, note: bytes = b"", streams: int = STREAMS
+    peers: Peers,
+    address: str,
+    sections: Mapping[str, Buffer],
+    *,
+    deadline_seconds: float = 10.0,
+    note: bytes = b"",
+    streams: int = STREAMS,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> HandoffOutcome:
-    """A handoff of what is all ready: begin, put, commit."""
+    """A handoff of what is all ready: begin, put, commit. `wanted`: asked before the commit, whether it still is."""
     ended = time.monotonic() + deadline_seconds
     sizes = [(name, memoryview(data).nbytes) for name, data in sections.items()]
     sender = begin(peers, address, sizes, note=note, streams=streams, deadline_seconds=min(deadline_seconds, CONNECT_SECONDS))
@@ -144,7 +154,7 @@ def send_handoff(
         return sender
     for name, data in sections.items():
         sender.put(name, data)
-    return sender.commit(max(0.0, ended - time.monotonic()))
+    return sender.commit(max(0.0, ended - time.monotonic()), wanted)
 
 
 class HandoffSender:
@@ -215,8 +225,9 @@ class HandoffSender:
         if on_sent is not None and not going:
             on_sent()
 
-    def commit(self, deadline_seconds: float) -> HandoffOutcome:
-        """Waits until the other side has all and has checked it. At the deadline the handoff is given up.
+    def commit(self, deadline_seconds: float, wanted: Callable[[], bool] = lambda: True) -> HandoffOutcome:
+        """Waits until the other side has all, has checked it and agreed to take it. At the deadline the handoff is given up; if all has
+        been sent by then, ANSWER_SECONDS after that was said at the latest. `wanted`: asked before that is said.
 
         Raises MisuseError E579 where a section was not put.
         """
@@ -228,8 +239,10 @@ class HandoffSender:
             self._ending = self._committing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._open or self._outcome is not None, max(0.0, end - time.monotonic()))
-            fine = not self._open and self._outcome is None
-        if fine:
+            fine = not self._open and self._outcome is None and time.monotonic() < end
+        if fine and not wanted():
+            self._end(HandoffOutcome.ABORTED)
+        elif fine:
             digest = frames.handoff_digest(self.id, self._sums)
             self._end(self._ask(frames.request(Verb.COMMIT, frames.encode_commit(self.id, digest)), end))
         else:
@@ -264,12 +277,19 @@ class HandoffSender:
         try:
             control.settimeout(max(0.001, end - time.monotonic()))
             control.sendall(request)
-            frame, _ = read_header(control, end)
+            answered = select.poll()
+            answered.register(control, select.POLLIN)
+            # An answer that lies there counts, however late it is: this process may have stood still.
+            if not answered.poll(1000 * max(ANSWER_SECONDS, end - time.monotonic())):
+                return HandoffOutcome.LATE
+            frame, _ = read_header(control, time.monotonic() + ANSWER_SECONDS)
         except TimeoutError:
             return HandoffOutcome.LATE
         except (OSError, EOFError, ProtocolError):
             return HandoffOutcome.LOST
-        return HandoffOutcome.DONE if frame.verb == Verb.COMMIT and frame.status == Status.OK else HandoffOutcome.LOST
+        if frame.verb == Verb.COMMIT and frame.status == Status.OK:
+            return HandoffOutcome.DONE
+        return _REFUSALS.get(frame.status, HandoffOutcome.LOST)
 
     def _end(self, outcome: HandoffOutcome) -> None:
         """The first one stands. What still waits is let go of."""

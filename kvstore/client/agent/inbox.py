@@ -2,7 +2,8 @@
 
     offer     room is taken, or the answer says why not          owned by the sender's connection: with it all is given back
     parts     checked one by one; a section is there when its last part is
-    commit    everything is there: owned by whoever took the arrival, or by the inbox, which forgets it after `keep_seconds`
+    commit    everything is there, and `agree`, who will take it, says yes: owned by whoever took the arrival, or by the inbox, which
+              forgets it after `keep_seconds`
     release   or the end of its owner (`free_owner`)
 
 A place has one owner: a part that is being received or is here is never written again. Memory is used again when nothing points into it any
@@ -31,6 +32,7 @@ from kvstore.wire import Status
 
 Bytes = npt.NDArray[np.uint8]
 KEEP_SECONDS: Final = 60.0
+SILENT_SECONDS: Final = 60.0
 ARRIVALS_MAX: Final = 1024
 _ROUND_BYTES: Final = 64 << 10  # lengths that differ by less share a buffer later
 _EMPTY, _BUSY, _DONE = 0, 1, 2  # a part
@@ -93,13 +95,23 @@ class Arrival:
         at = self._first[section]
         return self._memory.data[at + first : at + end]
 
-    def _end(self, state: ArrivalState) -> None:
-        """Lets go of the memory; views that others have keep theirs."""
+    def _end(self, state: ArrivalState, only: ArrivalState | None = None) -> bool:
+        """Lets go of the memory; views that others have keep theirs. False: it is not in the state `only`, or somebody has taken it."""
         with self.changed:
+            if only is not None and (self.state is not only or (self.taken and only is ArrivalState.COMPLETE)):
+                return False
             self.state, self._memory, self._link = state, None, None
             self.changed.notify_all()
+            return True
 
     # --- of the inbox ---
+
+    def _take(self, owner: str, whole: bool) -> bool:
+        with self.changed:
+            if self.taken or self._over() or (whole and self.state is not ArrivalState.COMPLETE):
+                return False
+            self.taken, self.owner = True, owner
+            return True
 
     def _place(self, section: int, part: int, data_bytes: int, now: float) -> memoryview | Status:
         with self.changed:
@@ -140,14 +152,18 @@ class Arrival:
             if self._parts[section][part] == _BUSY:
                 self._parts[section][part] = _EMPTY
 
-    def _commit(self, digest: bytes, now: float) -> Status:
+    def _whole(self, digest: bytes) -> Status:
         with self.changed:
             if self.state is not ArrivalState.RECEIVING:
                 return Status.NOT_FOUND
             if any(self._missing):
                 return Status.BAD_REQUEST
-            if frames.handoff_digest(self.offer.id, self._sums) != digest:
-                return Status.CORRUPT
+            return Status.OK if frames.handoff_digest(self.offer.id, self._sums) == digest else Status.CORRUPT
+
+    def _commit(self, now: float) -> Status:
+        with self.changed:
+            if self.state is not ArrivalState.RECEIVING:
+                return Status.NOT_FOUND
             self.state, self._link, self._heard = ArrivalState.COMPLETE, None, now
             self.changed.notify_all()
         return Status.OK
@@ -161,14 +177,19 @@ class HandoffInbox:
         capacity_bytes: int,
         *,
         keep_seconds: float = KEEP_SECONDS,
+        silent_seconds: float = SILENT_SECONDS,
         accept: Callable[[Offer], Status] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`accept` sees each offer that there is room for: OK, or why not (BUSY, ...). It is called on a serving thread and must not wait.
-        `keep_seconds`: for what was committed and nobody took. Raises MisuseError E579 for under 64 KiB."""
+        `keep_seconds`: for what was committed and nobody took. `silent_seconds`: most between two parts, whatever the offer asks for.
+        Raises MisuseError E579 for under 64 KiB."""
         if capacity_bytes < _ROUND_BYTES or keep_seconds <= 0:
             raise MisuseError("E579", f"inbox of {capacity_bytes} bytes, {keep_seconds} s", "impossible", "at least 64 KiB, above 0 s")
-        self.capacity_bytes, self.keep_seconds = capacity_bytes, keep_seconds
+        self.capacity_bytes, self.keep_seconds, self.silent_seconds = capacity_bytes, keep_seconds, silent_seconds
+        # Asked about each that is whole, before its sender is told so: OK, or why it cannot be taken (BAD_VERSION, NO_SPACE, BUSY, ...):
+        # then its sender goes on with it. On a serving thread: it must not wait.
+        self.agree: Callable[[Arrival], Status] | None = None
         self.allocated_bytes = 0  # of buffers, in use or kept for the next
         self._accept, self._clock = accept, clock
         self._arrivals: dict[bytes, Arrival] = {}
@@ -180,27 +201,37 @@ class HandoffInbox:
     # --- for the decode side ---
 
     def take(
-        self, handoff_id: bytes | None = None, deadline_seconds: float = 0.0, owner: str = "", *, whole: bool = False
+        self,
+        handoff_id: bytes | None = None,
+        deadline_seconds: float = 0.0,
+        owner: str = "",
+        *,
+        whole: bool = False,
+        wanted: Callable[[Offer], bool] | None = None,
     ) -> Arrival | None:
-        """The arrival with that id, or the oldest that nobody took: as soon as it was offered, so that its sections can be used while
-        others are still on their way, or with `whole` once all of it is there. It is the caller's to release. None at the deadline."""
+        """The arrival with that id, or the oldest that nobody took, of those `wanted`: as soon as it was offered, so that its sections can
+        be used while others are still on their way, or with `whole` once all of it is there. It is the caller's to release, or to put
+        back. None at the deadline."""
         with self._changed:
             found: list[Arrival] = []
 
             def there() -> bool:
                 waiting = self._arrivals.values() if handoff_id is None else filter(None, [self._arrivals.get(handoff_id)])
-                ready = (a for a in waiting if not a.taken and (not whole or a.state is ArrivalState.COMPLETE))
+                ready = (a for a in waiting if (wanted is None or wanted(a.offer)) and a._take(owner, whole))
                 found[:] = islice(ready, 1)
                 return bool(found)
 
-            if not self._changed.wait_for(there, deadline_seconds):
-                return None
-            found[0].taken, found[0].owner = True, owner
-            return found[0]
+            return found[0] if self._changed.wait_for(there, deadline_seconds) else None
 
-    def offers(self) -> list[Offer]:
-        """Of all that are on their way or here. May be called where `accept` is."""
-        return [arrival.offer for arrival in self._listed()]
+    def put_back(self, arrival: Arrival) -> None:
+        """For another to take, if it is not lost."""
+        with self._changed:
+            arrival.taken, arrival.owner = False, ""
+            self._changed.notify_all()
+
+    def offers(self, taken: bool = True) -> list[Offer]:
+        """Of all that are on their way or here, those included that are `taken`. May be called where `accept` is."""
+        return [arrival.offer for arrival in self._listed() if taken or not arrival.taken]
 
     def holds(self, handoff_id: bytes) -> bool:
         return handoff_id in self._arrivals
@@ -208,7 +239,8 @@ class HandoffInbox:
     def release(self, arrival: Arrival) -> None:
         """Ends it, in whatever state it is. Its room is free once the last view of its sections is gone."""
         with self._changed:
-            self._arrivals.pop(arrival.id, None)
+            if self._arrivals.get(arrival.id) is arrival:
+                del self._arrivals[arrival.id]
         arrival._end(ArrivalState.RELEASED)
 
     def free_owner(self, owner: str) -> int:
@@ -270,7 +302,13 @@ class HandoffInbox:
 
     def commit(self, handoff_id: bytes, digest: bytes) -> Status:
         arrival = self._arrivals.get(handoff_id)
-        status = Status.NOT_FOUND if arrival is None else arrival._commit(digest, self._clock())
+        if arrival is None:
+            return Status.NOT_FOUND
+        status = arrival._whole(digest)
+        if status is Status.OK and self.agree is not None:
+            status = self.agree(arrival)
+        if status is Status.OK:
+            status = arrival._commit(self._clock())
         if status is Status.OK:
             with self._changed:
                 self._counts["committed"] += 1
@@ -279,10 +317,8 @@ class HandoffInbox:
 
     def abort(self, handoff_id: bytes) -> Status:
         arrival = self._arrivals.get(handoff_id)
-        if arrival is None or arrival.state is not ArrivalState.RECEIVING:
-            return Status.NOT_FOUND
-        self._lose([arrival], "lost")
-        return Status.OK
+        lost = arrival is not None and self._lose([arrival], "lost")
+        return Status.OK if lost else Status.NOT_FOUND
 
     def owed(self, link: object) -> bool:
         return any(arrival._link is link for arrival in self._listed())
@@ -294,21 +330,26 @@ class HandoffInbox:
         """Forgets what its sender let lie, and what was committed and nobody took."""
         now = self._clock()
         listed = self._listed()
-        silent = [a for a in listed if a.state is ArrivalState.RECEIVING and now - a._heard > a.offer.idle_seconds]
-        unwanted = [a for a in listed if a.state is ArrivalState.COMPLETE and not a.taken and now - a._heard > self.keep_seconds]
-        self._lose(silent + unwanted, "expired")
+        self._lose([a for a in listed if now - a._heard > min(a.offer.idle_seconds, self.silent_seconds)], "expired")
+        self._lose([a for a in listed if now - a._heard > self.keep_seconds], "expired", ArrivalState.COMPLETE)
+
+    def end_receiving(self, wanted: Callable[[Offer], bool]) -> None:
+        """Takes no more of those `wanted` that are on their way: who sends them learns it with the next part, or the commit."""
+        self._lose([arrival for arrival in self._listed() if wanted(arrival.offer)], "lost")
 
     def _listed(self) -> list[Arrival]:
         with self._changed:
             return list(self._arrivals.values())
 
-    def _lose(self, arrivals: list[Arrival], why: str) -> None:
-        for arrival in arrivals:
-            with self._changed:
+    def _lose(self, arrivals: list[Arrival], why: str, state: ArrivalState = ArrivalState.RECEIVING) -> int:
+        """Forgets those that are in `state` at that moment, and not taken if they are whole; how many."""
+        lost = [arrival for arrival in arrivals if arrival._end(ArrivalState.LOST, state)]
+        with self._changed:
+            for arrival in lost:
                 if self._arrivals.get(arrival.id) is arrival:
                     del self._arrivals[arrival.id]
                 self._counts[why] += 1
-            arrival._end(ArrivalState.LOST)
+        return len(lost)
 
     def _count(self, name: str) -> None:
         with self._changed:

@@ -37,7 +37,7 @@ class Kind(IntEnum):
     HELLO = 1
     LOOKUP = 2
     LOAD = 3
-    CANCEL = 4  # of the load of this number
+    CANCEL = 4  # of the load or the GIVE of this number
     RELEASE = 5  # what the request of this number pinned
     STORE = 6
     WINDOW = 7

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 import selectors
 import socket
 import threading
@@ -45,7 +46,10 @@ class HandoffSink(Protocol):
 
     def placed(self, handoff_id: bytes, section: int, part: int, check: int) -> Status: ...
     def unplaced(self, handoff_id: bytes, section: int, part: int) -> None: ...
-    def commit(self, handoff_id: bytes, digest: bytes) -> Status: ...
+    def commit(self, handoff_id: bytes, digest: bytes) -> Status:
+        """OK: it is this side's from now on."""
+        ...
+
     def abort(self, handoff_id: bytes) -> Status: ...
     def owed(self, link: object) -> bool:
         """Is a handoff that was offered on this connection still on its way?"""
@@ -261,6 +265,12 @@ class _Link:
         sink = self.server.handoffs
         return not (self.between and not self.out and sink is not None and sink.owed(self))  # its parts may come on others
 
+    def left(self) -> bool:
+        """Has the peer closed its end?"""
+        look = select.poll()
+        look.register(self.socket, select.POLLRDHUP)
+        return bool(look.poll(0))
+
     def rest(self) -> None:
         """The peer owes nothing until its next request."""
         self.between, self.moved, self.since = True, 0, time.monotonic()
@@ -467,6 +477,9 @@ def _answer(link: _Link, frame: Frame, body: bytes) -> bool:
             server.count("offers_taken" if status is Status.OK else "offers_refused")
             link.answer(frame, status)
         case Verb.COMMIT:
+            if link.left():  # it was given up while this stood here or on its way: who sent it answers itself, or is dead
+                server.count("commits_left")
+                return False
             link.answer(frame, sink.commit(*frames.decode_commit(body)) if sink is not None else Status.NOT_FOUND)
         case _:
             if len(body) != frames.ID_BYTES:

@@ -272,7 +272,7 @@ class AgentProcess:
         if config.transport:
             own = replace(own, transport=config.transport)
         client = Client(self.map, layout=kind.layout, config=own, owner=kind.owner, kv_group=kind.kv_group, ram=self.ram)
-        taker = Taker(kind.owner, config.handoff_bytes // config.kinds_max)
+        taker = Taker(kind.owner, config.handoff_bytes // config.kinds_max, self.quota_bytes)
         try:
             agent = Agent(
                 client,
@@ -430,12 +430,16 @@ class AgentProcess:
         return drained
 
     def _move(self, to: str, end: float, drained: Drained) -> None:
-        for agent in self.agents:
-            taker, held = self._takers[agent], agent.windows.stats().entries
-            if not held and not taker.waiting:
-                continue
-            places = [to] if to else _named(agent, end)
-            moved, handed = move_windows(agent, places, end), taker.forward(agent.peers, places, end)
+        begun = []
+        with ThreadPoolExecutor(2 * self.config.kinds_max, "kvstore-drain") as pool:  # none waits for another that takes all the time
+            for agent in self.agents:
+                taker, held = self._takers[agent], agent.windows.stats().entries
+                if held or taker.waiting:
+                    places = [to] if to else _named(agent, end)
+                    forwarding = pool.submit(taker.forward, agent.peers, places, end)
+                    begun.append((places, pool.submit(move_windows, agent, places, end), forwarding))
+        for places, moving, forwarding in begun:
+            moved, handed = moving.result(), forwarding.result()
             drained.windows_moved += moved.entries
             drained.windows_left += moved.left
             drained.windows_why = drained.windows_why or moved.why or handed.why

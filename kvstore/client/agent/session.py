@@ -39,7 +39,7 @@ REQUESTS_MAX: Final = 32  # of one worker, asked and not answered: each may take
 STORES_MAX: Final = 256  # likewise of stores, which take none
 GREETING_SECONDS: Final = 5.0
 HANDOFF_SECONDS: Final = 60.0  # what a GIVE or a TAKE may take
-POLL_SECONDS: Final = 0.01
+STALE_SECONDS: Final = 0.25  # a TAKE that is so late is not answered with a handoff: less than a worker's grace
 assert bodies.KEYS_MAX * (32 + 72) + HEADER.size < BODY_BYTES_MAX
 
 
@@ -105,6 +105,7 @@ class Session:
         self._running: dict[int, _Running] = {}
         self._asked: set[int] = set()  # not answered yet; but for stores
         self._storing: set[int] = set()
+        self._called_off: set[int] = set()  # of GIVEs that are not answered
         self._over = False
 
     # --- the reader ---
@@ -218,14 +219,19 @@ class Session:
             fault = MisuseError("E549", name, f"failed in the agent: {error!r}", "report it, with the agent's log")
             self._answer(name, "refused", Kind.REFUSED, message.number, bodies.encode_error(fault))
 
-    def _answer(self, name: str, result: str, kind: Kind, number: int, *parts: bytes) -> None:
+    def _answer(self, name: str, result: str, kind: Kind, number: int, *parts: bytes) -> bool:
+        """False: the worker is gone."""
         with self._lock:
             self._asked.discard(number)
+            self._called_off.discard(number)
             self._storing.discard(number)
             self._running.pop(number, None)  # of a load that never began
         self.host.count(name, result)
-        with contextlib.suppress(OSError):  # the reader finds out
+        try:
             self.link.send(kind, number, *parts)
+        except OSError:  # the reader finds out
+            return False
+        return True
 
     def _lookup(self, message: Message) -> None:
         asked = bodies.LookupAsked.decode(message.body)
@@ -328,7 +334,10 @@ class Session:
         asked = bodies.GiveAsked.decode(message.body)
         sections = {name: self._own_range(offset, size).data for name, offset, size in asked.sections}
         seconds = HANDOFF_SECONDS if asked.deadline_seconds is None else min(HANDOFF_SECONDS, asked.deadline_seconds)
-        outcome = send_handoff(self.agent.peers, asked.address, sections, note=asked.note, deadline_seconds=seconds)
+        outcome = send_handoff(
+            self.agent.peers, asked.address, sections, note=asked.note, deadline_seconds=seconds,
+            wanted=lambda: not self._over and message.number not in self._called_off,
+        )  # fmt: skip
         self._answer("give", "ok", Kind.GIVEN, message.number, outcome.value.encode())
 
     def _take_handoff(self, message: Message) -> None:
@@ -338,32 +347,39 @@ class Session:
         arrival = None
         while arrival is None and not self._over and not self.host.draining:
             left = end - time.monotonic()
+            if left < -STALE_SECONDS:  # this process stood still, and the worker has gone on
+                break
             arrival = taker.take(wanted, max(0.0, min(left, LOOK_SECONDS)))
             if left <= 0:
                 break
-            if arrival is None:
-                threading.Event().wait(POLL_SECONDS)
         if arrival is None:
             self._answer("take", "ok", Kind.ARRIVED, message.number)
             return
         pin = self._pin(message.number, max(1, arrival.offer.total_bytes), 1)
         if pin is None:
-            taker.put_back(arrival)
+            taker.inbox.put_back(arrival)
             self._answer("take", "busy", Kind.BUSY, message.number)
             return
-        at = pin.offset
+        at, copied = pin.offset, False
         try:
             for name, size in arrival.offer.sections:
                 data = arrival.section(name)
                 assert data is not None  # it is whole, and ours
                 self.host.memory[at : at + size] = np.frombuffer(data, np.uint8)
                 at += size
+            copied = True
         finally:
-            self._filled(message.number)
+            wanted_still = self._filled(message.number, release=not copied)
+            if not copied:
+                taker.inbox.put_back(arrival)
         offer = arrival.offer
-        taker.inbox.release(arrival)
         arrived = bodies.Arrived(offer.id, pin.offset, offer.sections, offer.note)
-        self._answer("take", "ok", Kind.ARRIVED, message.number, arrived.encode())
+        if wanted_still and self._answer("take", "ok", Kind.ARRIVED, message.number, arrived.encode()):
+            taker.inbox.release(arrival)
+            return
+        taker.inbox.put_back(arrival)  # the worker is gone, or has gone on: for another
+        if not wanted_still:
+            self._answer("take", "gone", Kind.ARRIVED, message.number)
 
     # --- pins ---
 
@@ -392,6 +408,8 @@ class Session:
     def _cancel(self, number: int) -> None:
         with self._lock:
             running = self._running.get(number)
+            if running is None and number in self._asked:
+                self._called_off.add(number)
         if running is not None:
             running.cancel()
 
@@ -407,12 +425,13 @@ class Session:
         if running is not None:
             running.cancel()
 
-    def _filled(self, number: int, release: bool = False) -> None:
-        """Nothing writes there any more."""
+    def _filled(self, number: int, release: bool = False) -> bool:
+        """Nothing writes there any more. False: nobody wants what is there."""
         with self._lock:
             pin = self._pins[number]
             pin.filling, pin.released = False, pin.released or release
             self._give_if_done(number, pin)
+            return not pin.released
 
     def _give_if_done(self, number: int, pin: _Pin) -> None:
         if pin.released and not pin.filling:

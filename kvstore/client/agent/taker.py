@@ -1,60 +1,50 @@
-"""What other agents send to an agent process: window entries of one that ends, which it takes in, and handoffs, which wait for a worker."""
+"""What other agents send to an agent process: window entries of one that ends, which it takes in, and handoffs, which wait for a worker.
+
+Only what is whole is looked at: one that is slow to come, or never does, holds up no other.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 from kvstore.client.agent.agent import Agent
 from kvstore.client.agent.frames import Offer
-from kvstore.client.agent.handoff import HandoffOutcome, begin
-from kvstore.client.agent.inbox import Arrival, ArrivalState, HandoffInbox
-from kvstore.client.agent.moving import BATCH_BYTES, BATCH_SECONDS, NOBODY, NOTE, Moved
+from kvstore.client.agent.handoff import CONNECT_SECONDS, HandoffOutcome, begin
+from kvstore.client.agent.inbox import Arrival, HandoffInbox
+from kvstore.client.agent.moving import AGAIN_SECONDS, BATCH_BYTES, BATCH_SECONDS, NOBODY, NOTE, Moved
 from kvstore.client.agent.peers import Peers
 from kvstore.wire import Status
 
 WINDOW_INBOX_BYTES: Final = 4 * BATCH_BYTES  # taken from others at once; allocated when the first one comes
 LOOK_SECONDS: Final = 0.25
-WAITING_MAX: Final = 4096
+LAST_SECONDS: Final = 5.0  # of a drain, or a quarter of a short one: nothing more is received, and what is here goes on
 
 
 class Taker:
     """For one agent. `inbox` is what its PeerServer has as `handoffs`; `watch` begins, `close` ends."""
 
-    def __init__(self, owner: bytes, handoff_bytes: int) -> None:
-        """`handoff_bytes`: of handoffs that wait for a worker, on their way or whole; 0: none are taken."""
+    def __init__(self, owner: bytes, handoff_bytes: int, one_bytes: int) -> None:
+        """`handoff_bytes`: of handoffs that wait for a worker, on their way or whole; 0: none are taken. `one_bytes`: of the largest that a
+        worker can take."""
         self.inbox = HandoffInbox(WINDOW_INBOX_BYTES + handoff_bytes, accept=self._accept)
         self.entries = self.refused = 0  # of windows
         self._owner = owner
-        self._handoff_bytes = handoff_bytes
-        self._windows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._waiting: deque[bytes] = deque()  # ids of handoffs, the oldest first
-        self._lock = threading.Lock()
+        self._handoff_bytes, self._one_bytes = handoff_bytes, min(handoff_bytes, one_bytes)
+        self._closing = False
         self._thread: threading.Thread | None = None
 
     def _accept(self, offer: Offer) -> Status:
-        """On a serving thread, under the inbox's lock. It may still find no room: then nothing of this id is ever found."""
+        """On a serving thread."""
         if offer.owner != self._owner:
             return Status.BUSY
-        if offer.note == NOTE:
-            self._windows.put(offer.id)
+        if not is_request(offer):
             return Status.OK
         if not self._handoff_bytes:
             return Status.BUSY
-        if offer.total_bytes > self._handoff_bytes:
-            return Status.NO_SPACE
-        if len(self._waiting) >= WAITING_MAX:  # of most there was no room after all
-            for name in [name for name in self._waiting.copy() if not self.inbox.holds(name)]:
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(name)
-        if offer.id not in self._waiting:
-            self._waiting.append(offer.id)
-        return Status.OK
+        return Status.OK if offer.total_bytes <= self._one_bytes else Status.NO_SPACE
 
     # --- windows ---
 
@@ -63,20 +53,23 @@ class Taker:
         self._thread.start()
 
     def _run(self, agent: Agent) -> None:
-        while (name := self._windows.get()) is not None:
-            arrival = self.inbox.take(name, LOOK_SECONDS)
-            if arrival is None:
-                continue
-            if arrival.wait(BATCH_SECONDS) is ArrivalState.COMPLETE:
-                for section, _ in arrival.offer.sections:
-                    sealed = arrival.section(section)
-                    taken = sealed is not None and agent.adopt_window(_key(section), sealed)
-                    self.entries += taken
-                    self.refused += not taken
-            self.inbox.release(arrival)
+        while not self._closing:
+            self._adopt(agent)
+
+    def _adopt(self, agent: Agent) -> None:
+        """A call of its own: between two of them nothing here holds on to an arrival's memory."""
+        arrival = self.inbox.take(None, LOOK_SECONDS, whole=True, wanted=lambda offer: not is_request(offer))
+        if arrival is None:
+            return
+        for section, _ in arrival.offer.sections:
+            sealed = arrival.section(section)
+            taken = sealed is not None and agent.adopt_window(_key(section), sealed)
+            self.entries += taken
+            self.refused += not taken
+        self.inbox.release(arrival)
 
     def close(self) -> None:
-        self._windows.put(None)
+        self._closing = True
         if self._thread is not None:
             self._thread.join(BATCH_SECONDS)
 
@@ -84,59 +77,64 @@ class Taker:
 
     @property
     def waiting(self) -> bool:
-        """Some may be here that nobody has taken."""
-        return bool(self._waiting)
+        """Some are here, or on their way, that nobody has taken."""
+        return any(is_request(offer) for offer in self.inbox.offers(taken=False))
 
     def take(self, handoff_id: bytes | None, deadline_seconds: float) -> Arrival | None:
-        """The handoff of that id, or the one that came first, when it is whole; the caller's to release or to put back."""
-        end = time.monotonic() + deadline_seconds
-        arrival = self._next(handoff_id)
-        if arrival is not None and arrival.wait(max(0.0, end - time.monotonic())) is ArrivalState.COMPLETE:
-            return arrival
-        if arrival is not None:
-            self.put_back(arrival)
-        return None
-
-    def _next(self, handoff_id: bytes | None) -> Arrival | None:
-        with self._lock:
-            names = [handoff_id] if handoff_id is not None else list(self._waiting)
-            for name in names:
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(name)
-                if (arrival := self.inbox.take(name)) is not None:
-                    return arrival
-        return None
-
-    def put_back(self, arrival: Arrival) -> None:
-        """For another to take; one that is lost is forgotten."""
-        if arrival.state in (ArrivalState.RECEIVING, ArrivalState.COMPLETE):
-            arrival.taken, arrival.owner = False, ""
-            with self._lock:
-                self._waiting.appendleft(arrival.id)
-        else:
-            self.inbox.release(arrival)
+        """The handoff of that id, or of those that are whole the one that was offered first; the caller's to release or to put back."""
+        return self.inbox.take(handoff_id, deadline_seconds, whole=True, wanted=is_request)
 
     def forward(self, peers: Peers, addresses: Sequence[str], end: float) -> Moved:
-        """Gives the agents at `addresses`, the first that takes it, what nobody here has taken, until `end` (monotonic)."""
-        moved = Moved()
-        while (arrival := self._next(None)) is not None:
-            outcome = None
-            if arrival.wait(max(0.0, end - time.monotonic())) is ArrivalState.COMPLETE:
-                for address in addresses:
-                    outcome = _send(peers, address, arrival, end)
-                    if outcome is HandoffOutcome.DONE:
-                        break
-            if outcome is HandoffOutcome.DONE:
-                moved.entries, moved.bytes = moved.entries + 1, moved.bytes + arrival.offer.total_bytes
-            else:
-                moved.left, moved.why = moved.left + 1, outcome.value if outcome is not None else NOBODY
-            self.inbox.release(arrival)
+        """Gives the agents at `addresses`, the first that takes it, what nobody here has taken, until `end` (monotonic). What is still on
+        its way shortly before that, or when nobody is left to take it, goes on where it comes from."""
+        moved, places = Moved(), list(addresses)
+        last = end - min(LAST_SECONDS, (end - time.monotonic()) / 4)
+        while self.waiting:
+            arrival = self.take(None, max(0.0, min(LOOK_SECONDS, last - time.monotonic())) if places else 0.0)
+            if arrival is not None:
+                self._forward(peers, places, arrival, end, moved)
+            elif not places or time.monotonic() >= last:
+                self.inbox.end_receiving(is_request)
         return moved
+
+    def _forward(self, peers: Peers, places: list[str], arrival: Arrival, end: float, moved: Moved) -> None:
+        outcome = _to_first(peers, places, arrival, end)
+        if outcome is HandoffOutcome.DONE:
+            moved.entries, moved.bytes = moved.entries + 1, moved.bytes + arrival.offer.total_bytes
+        else:
+            moved.left, moved.why = moved.left + 1, outcome.value if outcome is not None else moved.why or NOBODY
+        self.inbox.release(arrival)
+
+
+def is_request(offer: Offer) -> bool:
+    """For a worker, not for the agent itself."""
+    return offer.note != NOTE
+
+
+def _to_first(peers: Peers, places: list[str], arrival: Arrival, end: float) -> HandoffOutcome | None:
+    """To one of `places`, each asked within its share of the time, those that are busy again until then. Who is not there is taken off."""
+    outcome, asked = None, list(places)
+    while asked:
+        this_time = list(asked)
+        for number, place in enumerate(this_time):
+            now = time.monotonic()
+            outcome = _send(peers, place, arrival, now + min(BATCH_SECONDS, (end - now) / (len(this_time) - number)))
+            if outcome is HandoffOutcome.DONE:
+                return outcome
+            if outcome is not HandoffOutcome.BUSY:
+                asked.remove(place)
+            if outcome not in (HandoffOutcome.BUSY, HandoffOutcome.TOO_LARGE, HandoffOutcome.REFUSED):
+                places.remove(place)
+        if end - time.monotonic() <= AGAIN_SECONDS:
+            break
+        if asked:
+            threading.Event().wait(AGAIN_SECONDS)
+    return outcome
 
 
 def _send(peers: Peers, address: str, arrival: Arrival, end: float) -> HandoffOutcome:
     offer = arrival.offer
-    left = max(0.0, end - time.monotonic())
+    left = min(CONNECT_SECONDS, max(0.0, end - time.monotonic()))
     sender = begin(peers, address, offer.sections, handoff_id=offer.id, note=offer.note, deadline_seconds=left)
     if isinstance(sender, HandoffOutcome):
         return sender

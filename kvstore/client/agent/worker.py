@@ -29,7 +29,7 @@ from kvstore.client.agent import bodies
 from kvstore.client.agent.agent import Window
 from kvstore.client.agent.attachment import Attachment, Call, Gone, attach
 from kvstore.client.agent.frames import ID_BYTES
-from kvstore.client.agent.handoff import HandoffOutcome
+from kvstore.client.agent.handoff import ANSWER_SECONDS, HandoffOutcome
 from kvstore.client.agent.keeps import WINDOW_SLOTS
 from kvstore.client.agent.link import Kind
 from kvstore.client.agent.request import RequestWindows
@@ -461,8 +461,14 @@ class WorkerAgent:
         asked = bodies.GiveAsked(address, tuple(table), note, deadline_seconds)
         give = partial(attachment.own_ranges.give, start)
         try:
-            answer = attachment.ask(Kind.GIVE, asked.encode(), then=lambda _: give()).next(_end(deadline_seconds, LOAD_SECONDS))
+            call = attachment.ask(Kind.GIVE, asked.encode(), then=lambda _: give())
         except Gone:
+            return HandoffOutcome.LOST
+        try:
+            answer = call.next(_end(deadline_seconds + ANSWER_SECONDS, LOAD_SECONDS))
+        except Gone:  # an agent that stood still must not send it now
+            with contextlib.suppress(Gone):
+                attachment.tell(Kind.CANCEL, call.number)
             return HandoffOutcome.LOST
         return HandoffOutcome(answer.body.decode()) if answer.kind == Kind.GIVEN else HandoffOutcome.FULL
 

@@ -32,7 +32,7 @@ from kvstore.engine_integration.engine.options import EngineConfig, RequestOptio
 from kvstore.engine_integration.engine.request import FinishReason, Request
 from kvstore.engine_integration.engine.resuming import Mode
 from kvstore.engine_integration.engine.task import Phase, Task
-from kvstore.engine_integration.model.handover import Buffer, told
+from kvstore.engine_integration.model.handover import Buffer, tokens_of, told
 from kvstore.engine_integration.model.model import Model
 from kvstore.engine_integration.model.pages import Pages, page_bytes
 from kvstore.engine_integration.model.state import Bytes
@@ -107,14 +107,33 @@ class Engine:
         """Goes on with a request that another process began; its stream begins with what was said there. `sections` must stay as they are
         until it has room; `secret`: the tenant's, where it has one. Raises LayoutError E576 for bytes that are no request of this model,
         MisuseError E594 where it does not fit the engine's memory, Closed."""
-        tokens, prompt_tokens, sampler = told(self.model, sections)
+        prompt_tokens, sampler = told(self.model, sections)
         options, resume, worth, stored_blocks = settings_of(sampler, secret)
         if self.cache.host is not None and options.retention_class not in self.cache.host.client.map.classes:
             options = replace(options, retention_class="chat")
         self._check_room(prompt_tokens, options)
+        tokens = tokens_of(sections)
         task = self._task(tokens[:prompt_tokens], options)
         task.tokens, task.taken, task.resume, task.worth, task.stored_blocks = tokens, sections, resume, worth, stored_blocks
         return self._begin(task)
+
+    def check_taken(self, sections: Mapping[str, Buffer]) -> None:
+        """Raises what take_over would raise; quick."""
+        prompt_tokens, sampler = told(self.model, sections)
+        self._check_room(prompt_tokens, settings_of(sampler, b"")[0])
+        self._check_open()
+
+    def places_free(self) -> int:
+        """For how many more requests there is a place, running or waiting."""
+        return self.config.running_max + self.config.queue_max - len(self._running) - len(self._waiting)
+
+    def pages_promised(self) -> int:
+        """To requests that were taken over, and wait for them."""
+        return sum(task.blocks_to_start() for task in list(self._waiting) if task.taken is not None)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise Closed("E597", "engine", "is closed", "make a new one")
 
     def _task(self, prompt: list[int], options: RequestOptions) -> Task:
         request = Request(list(prompt), options)
@@ -124,8 +143,7 @@ class Engine:
 
     def _begin(self, task: Task) -> Request:
         with self._changed:
-            if self._closing:
-                raise Closed("E597", "engine", "is closed", "make a new one")
+            self._check_open()
             self._mail.append(lambda: self._submitted(task))
             self._changed.notify_all()
         return task.request
@@ -222,7 +240,8 @@ class Engine:
 
     def _submitted(self, task: Task) -> None:
         self.counts["requests"] += 1
-        if len(self._waiting) >= self.config.queue_max + max(0, self.config.running_max - len(self._running)):
+        full = len(self._waiting) >= self.config.queue_max + max(0, self.config.running_max - len(self._running))
+        if full and task.taken is None:  # one that was taken over has begun, and nobody else answers it
             self._end(task, "busy")
             return
         self._waiting.append(task)
@@ -276,6 +295,8 @@ class Engine:
                 self._offer(task, task.give)
             if task.found is not None:
                 self._load(task)
+            elif task.finished is not None:
+                self._end(task, task.finished)
 
     def _expired(self, found: Found) -> bool:
         assert found.ticket is not None and self.cache.host is not None

@@ -127,6 +127,7 @@ class Task:
         if self.drafts is not None:
             handover.give_to(self.drafts)
         self._kept_to = self.state.length
+        self._windows = self.cache.request(self.prompt_tokens, 0)
         self.ttft_seconds = time.monotonic() - self.request.submitted_seconds
         self.request.give(self.tokens[self.prompt_tokens :])
         return True

@@ -172,10 +172,18 @@ def blocks_needed(model: Model, sections: Sequence[tuple[str, int]]) -> int:
     return sum(size for name, size in sections if name.startswith("blocks.")) // model.layout.block_bytes + 1
 
 
-def told(model: Model, sections: Mapping[str, Buffer]) -> tuple[list[int], int, bytes]:
-    """Tokens, how many of them are the prompt, and the sampler's bytes, before anything is taken over. Raises LayoutError E576."""
+def told(model: Model, sections: Mapping[str, Buffer]) -> tuple[int, bytes]:
+    """How long the prompt is, and the sampler's bytes, before anything is taken over. Raises LayoutError E576, also for a request whose
+    next token cannot be guessed from the last output."""
     head = _checked(model, sections)
-    return _bytes(sections["tokens"]).view("<u4").tolist(), head.prompt_tokens, _bytes(sections["sampler"]).tobytes()
+    _need(head.has_output, "it lacks the decoder's last output")
+    return head.prompt_tokens, _bytes(sections["sampler"]).tobytes()
+
+
+def tokens_of(sections: Mapping[str, Buffer]) -> list[int]:
+    """Prompt and answer so far, of sections that were found good."""
+    found: list[int] = _bytes(sections["tokens"]).view("<u4").tolist()
+    return found
 
 
 def import_handoff(model: Model, sections: Mapping[str, Buffer], pages: Pages | None = None) -> Handover:
@@ -188,6 +196,15 @@ def import_handoff(model: Model, sections: Mapping[str, Buffer], pages: Pages | 
     state = RequestState(config, model.codec, head.prompt_tokens, pages)
     if not state.reserve(head.length // config.block + 1):
         raise MisuseError("E595", "pages", f"{head.length // config.block + 1} are needed", "reserve before, or refuse the offer")
+    try:
+        return _filled(model, state, head, sections)
+    except BaseException:
+        state.release()
+        raise
+
+
+def _filled(model: Model, state: RequestState, head: _Head, sections: Mapping[str, Buffer]) -> Handover:
+    config = model.config
     state.length, state.reached, state.start = head.length, head.reached, head.start
     state.write_from, state.exact_from, state.approximate = head.write_from, head.exact_from, head.approximate
     whole = head.length // config.block
