@@ -221,8 +221,8 @@ def test_deadlines_count_from_the_submission_and_addresses_are_looked_at_at_once
         to(peers, "nowhere")
 
 
-def test_the_decode_side_keeps_the_windows_of_the_answer(tmp_path: Any) -> None:
-    """So that the next turn hits them."""
+def test_the_decode_side_keeps_the_windows_of_the_answer_and_knows_what_it_rests_on(tmp_path: Any) -> None:
+    """So that the next turn hits them; and blocks of an answer over a bounded replay are stored as no more than they are."""
     config = ClientConfig(block_tokens=DRAFTING.block, promise_reuse_seconds=0)
     began: queue.Queue[Request] = queue.Queue()
     with (
@@ -240,3 +240,9 @@ def test_the_decode_side_keeps_the_windows_of_the_answer(tmp_path: Any) -> None:
         response = decode.submit(turn, options=RequestOptions(max_tokens=9)).result(WAIT_SECONDS)
         assert (response.window, response.cached_tokens) == ("hit", 96)
         assert response.tokens == alone(turn, {"max_tokens": 9})
+        # Where there are no windows: prefill's own agent has none.
+        options = RequestOptions(max_tokens=9, resume="bounded")
+        given = prefill.submit(turn, options=options, give=to(peers, address)).result(WAIT_SECONDS)
+        assert (given.finish_reason, given.window, given.depth) == ("handed_over", "bounded", 1)
+        taken = began.get(timeout=WAIT_SECONDS).result(WAIT_SECONDS)
+        assert (taken.window, taken.depth, taken.approximate_tokens) == (given.window, given.depth, given.approximate_tokens)

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.client.agent.frames import Offer, address_of
@@ -73,7 +73,7 @@ def _settings(task: Task) -> bytes:
         "options": {name: sorted(value) if isinstance(value, frozenset) else value for name, value in options.items()},
         "secret": bool(task.options.secret),
         "resume": resume | {"window": task.resume.window.value},
-        "worth": [task.worth.approximate_tokens, task.worth.depth],
+        "worth": asdict(task.worth),
         "stored_blocks": task.stored_blocks,
     }
     return json.dumps(told).encode()
@@ -88,14 +88,14 @@ def settings_of(sampler: bytes, secret: bytes) -> tuple[RequestOptions, Resume, 
             given["store"] = False  # under which keys?
         options = RequestOptions(**given, secret=secret if told["secret"] else b"")
         resume = Resume(**(told["resume"] | {"window": WindowUse(told["resume"]["window"])}))
-        approximate_tokens, depth = told["worth"]
-        counts = (approximate_tokens, depth, told["stored_blocks"], *(getattr(resume, name) for name in _RESUME_COUNTS))
-        fine = all(type(count) is int and 0 <= count < 1 << 31 for count in counts) and _same_types(options)
+        worth = Worth(**told["worth"])
+        counts = (worth.approximate_tokens, worth.depth, told["stored_blocks"], *(getattr(resume, name) for name in _RESUME_COUNTS))
+        fine = all(type(count) is int and 0 <= count < 1 << 31 for count in counts) and worth.depth < 1 << 16 and _same_types(options)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, KvstoreError):
         fine = False
     if not fine:
         raise LayoutError("E576", "handoff", "its settings cannot be", "hand over between processes of one version")
-    return options, resume, Worth(approximate_tokens, depth), told["stored_blocks"]
+    return options, resume, worth, told["stored_blocks"]
 
 
 def _same_types(options: RequestOptions) -> bool:
