@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from client_tools import until
 
-from kvstore.client.agent import bodies
+from kvstore.client.agent import bodies, frames
 from kvstore.client.agent.arena import Arena
 from kvstore.client.agent.frames import Offer
 from kvstore.client.agent.handoff import HandoffOutcome, HandoffSender, begin, send_handoff
@@ -159,6 +159,26 @@ def test_what_was_committed_or_taken_in_the_same_moment_is_not_lost() -> None:
     assert inbox.take(one.id) is one
     assert inbox._lose([one], "expired", ArrivalState.COMPLETE) == 0
     assert inbox.stats()["arrivals"] == 1
+
+
+def test_what_is_not_agreed_to_is_forgotten_at_once_and_what_nobody_took_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    inbox = HandoffInbox(MIB, clock=lambda: now[0])
+    digest = frames.handoff_digest(bytes([1]) * 16, [[]])
+    refused, asked = whole(inbox, 1), list[Arrival]()
+
+    def agree(arrival: Arrival) -> Status:
+        asked.append(arrival)
+        return Status.BAD_VERSION
+
+    inbox.agree = agree
+    assert [inbox.commit(refused.id, digest) for _ in range(3)] == [Status.BAD_VERSION, Status.NOT_FOUND, Status.NOT_FOUND]
+    assert (asked, refused.state) == ([refused], ArrivalState.LOST), "a peer that asks again costs no second look"
+    inbox.agree = None
+    assert inbox.commit(whole(inbox, 1).id, digest) is Status.OK
+    now[0] = 61.0
+    inbox.sweep()
+    assert [record.message for record in caplog.records] == ["handoffs are lost that nobody took within 60 s: 1"]
 
 
 def test_a_sender_may_not_be_silent_for_as_long_as_it_likes() -> None:

@@ -21,14 +21,17 @@ from test_engine_handing_faults import taker_of
 
 from kvstore.client import Client, ClientConfig
 from kvstore.client.agent import handoff
-from kvstore.client.agent.handoff import HandoffOutcome, HandoffSender, begin
+from kvstore.client.agent.frames import Offer
+from kvstore.client.agent.handoff import HandoffOutcome, HandoffSender, begin, send_handoff
 from kvstore.client.agent.inbox import HandoffInbox
+from kvstore.client.agent.moving import NOTE
 from kvstore.client.agent.peer_server import PeerServer
 from kvstore.client.agent.peers import Peers
 from kvstore.engine_integration.engine import Engine, EngineConfig, Request, RequestOptions
 from kvstore.engine_integration.engine.handing import Takeovers, settings_of, to
 from kvstore.engine_integration.model.model import Model
 from kvstore.errors import LayoutError, MisuseError
+from kvstore.wire import Status
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 PROMPT = 40
@@ -105,6 +108,14 @@ def test_a_taken_request_is_begun_though_the_caller_s_own_code_fails() -> None:
             assert request.result(WAIT_SECONDS).finish_reason == "handed_over"
             assert began.get(timeout=WAIT_SECONDS).result(WAIT_SECONDS).tokens == text()
         assert takeovers.taken == 2
+
+
+def test_windows_of_an_agent_that_ends_are_no_request() -> None:
+    """It asks another agent then, and does not take them for moved."""
+    with Engine(model(), None) as decode, pair(decode) as (_, takeovers, address, peers):
+        assert send_handoff(peers, address, {"ab" * 32: b"entry"}, note=NOTE, deadline_seconds=WAIT_SECONDS) is HandoffOutcome.TOO_LARGE
+        assert takeovers.accept(Offer(bytes(16), bytes(16), (("ab" * 32, 5),), 4096, 10, NOTE)) is Status.NO_SPACE
+        assert takeovers.refused == 0
 
 
 def test_what_was_agreed_to_is_begun_before_the_takeovers_close() -> None:

@@ -12,6 +12,7 @@ more, so a view that outlives its release keeps its bytes (and its room).
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -29,6 +30,8 @@ from kvstore.client.agent import frames
 from kvstore.client.agent.frames import Offer
 from kvstore.errors import MisuseError
 from kvstore.wire import Status
+
+log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 KEEP_SECONDS: Final = 60.0
@@ -305,8 +308,8 @@ class HandoffInbox:
         if arrival is None:
             return Status.NOT_FOUND
         status = arrival._whole(digest)
-        if status is Status.OK and self.agree is not None:
-            status = self.agree(arrival)
+        if status is Status.OK and self.agree is not None and (status := self.agree(arrival)) is not Status.OK:
+            self._lose([arrival], "lost")  # its sender goes on with it
         if status is Status.OK:
             status = arrival._commit(self._clock())
         if status is Status.OK:
@@ -331,7 +334,8 @@ class HandoffInbox:
         now = self._clock()
         listed = self._listed()
         self._lose([a for a in listed if now - a._heard > min(a.offer.idle_seconds, self.silent_seconds)], "expired")
-        self._lose([a for a in listed if now - a._heard > self.keep_seconds], "expired", ArrivalState.COMPLETE)
+        if unwanted := self._lose([a for a in listed if now - a._heard > self.keep_seconds], "expired", ArrivalState.COMPLETE):
+            log.warning("handoffs are lost that nobody took within %g s: %d", self.keep_seconds, unwanted)
 
     def end_receiving(self, wanted: Callable[[Offer], bool]) -> None:
         """Takes no more of those `wanted` that are on their way: who sends them learns it with the next part, or the commit."""

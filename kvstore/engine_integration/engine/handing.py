@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore.client.agent.frames import Offer, address_of
 from kvstore.client.agent.handoff import begin
 from kvstore.client.agent.inbox import Arrival, HandoffInbox
+from kvstore.client.agent.moving import NOTE
 from kvstore.client.agent.peers import Peers
 from kvstore.engine_integration.engine.giving import Give
 from kvstore.engine_integration.engine.options import RequestOptions
@@ -136,6 +137,8 @@ class Takeovers:
 
     def accept(self, offer: Offer) -> Status:
         """For HandoffInbox(accept=...): what the engine can never hold, or has no place for now, goes elsewhere."""
+        if offer.note == NOTE:  # windows of an agent that ends: for another agent
+            return Status.NO_SPACE
         return Status.DRAINING if self._closing else accepts(self._engine, offer, self._inbox.offers())
 
     def close(self) -> None:
@@ -146,6 +149,8 @@ class Takeovers:
 
     def _agree(self, arrival: Arrival) -> Status:
         """On a serving thread, once all is there: who sends it lets go of the request when this says OK."""
+        if arrival.offer.note == NOTE:
+            return Status.NO_SPACE
         try:
             self._engine.check_taken(_sections_of(arrival))
         except Closed:
