@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.client import Client, ClientConfig, LoadResult, Ticket
+from kvstore.clustermap import ClusterMap
 from kvstore.kernels import _native
 from kvstore.keys import KeyChain, Keys, Namespace
 from kvstore.layout import PRESETS, Layout, Section
@@ -21,19 +24,48 @@ from kvstore.server.local import LocalCluster
 Blocks = npt.NDArray[np.uint8]
 V41 = PRESETS["v41"]
 SMALL = Layout((Section("a", 3_200), Section("b", 1_000)))  # 4,200 B a block: one plane, padded
-if os.environ.get("KVSTORE_TRANSPORT") == "rdma":  # in an emulated guest: what takes a millisecond elsewhere takes fifty there
+EMULATED = os.environ.get("KVSTORE_TRANSPORT") == "rdma"  # tests/verbs: what takes a millisecond elsewhere takes fifty there
+if EMULATED:
     ClientConfig.__init__.__kwdefaults__.update(  # type: ignore[attr-defined]  # a function, whatever a class says of it
         connect_timeout_seconds=60.0, stall_timeout_seconds=60.0, drain_timeout_seconds=20.0, lookup_deadline_seconds=60.0,
         load_deadline_seconds=200.0, store_deadline_seconds=200.0, ticket_seconds=900.0, rdma_zone_bytes=512 << 10,
     )  # fmt: skip
 NO_REUSE = ClientConfig(promise_reuse_seconds=0)
-WAIT_SECONDS = 200.0 if os.environ.get("KVSTORE_TRANSPORT") == "rdma" else 20.0
+WAIT_SECONDS = 200.0 if EMULATED else 20.0
 _numbers = itertools.count(1)
 
 
+def paced(seconds: float) -> float:
+    """A deadline, or what something may take: by the pace of the machine that it runs on."""
+    return seconds * 20 if EMULATED else seconds
+
+
+class Cluster(Protocol):
+    """What a test has of its daemons."""
+
+    @property
+    def map(self) -> ClusterMap: ...
+    def kill(self, node: int, signum: int = signal.SIGKILL) -> None: ...
+    def restart(self, node: int) -> None: ...
+
+
 @contextmanager
-def cluster_of(directory: Path, nodes: int = 12, *, k: int = 10, m: int = 2, capacity_bytes: int = 256 << 20) -> Iterator[LocalCluster]:
-    start_seconds = 600.0 if os.environ.get("RDMA_VM") else 60.0  # emulated, a daemon's imports take many seconds
+def cluster_of(directory: Path, nodes: int = 12, *, k: int = 10, m: int = 2, capacity_bytes: int = 256 << 20) -> Iterator[Cluster]:
+    """Daemons that can be killed and started again. Emulated they are servers of this process: a process takes half a minute to start."""
+    if not EMULATED:
+        with processes_of(directory, nodes, k=k, m=m, capacity_bytes=capacity_bytes) as processes:
+            yield processes
+        return
+    from verbs.nodes import NativeCluster
+
+    with NativeCluster(directory, nodes, k=k, m=m) as servers:
+        yield servers
+
+
+@contextmanager
+def processes_of(directory: Path, nodes: int = 12, *, k: int = 10, m: int = 2, capacity_bytes: int = 256 << 20) -> Iterator[LocalCluster]:
+    """Daemons that can be stopped (SIGSTOP), too."""
+    start_seconds = 1200.0 if EMULATED else 60.0
     with LocalCluster(directory, nodes, k=k, m=m, capacity_bytes=capacity_bytes, start_seconds=start_seconds) as cluster:
         yield cluster
 
@@ -60,6 +92,21 @@ def store(client: Client, keys: Keys, *, first: int = 0, salt: int = 0, lengths:
         assert result.blocks == length, result
         at += length
     return data
+
+
+def whole_ticket(client: Client, keys: Keys) -> Ticket:
+    """Of all blocks, at once; emulated, where a lookup may find its nodes silent for longer than it waits, after a while."""
+    found = client.lookup(keys)
+    if EMULATED:
+
+        def whole() -> bool:
+            nonlocal found
+            found = client.lookup(keys)
+            return found.hit_blocks == len(keys)
+
+        until(whole, "a whole hit")
+    assert found.hit_blocks == len(keys)
+    return found
 
 
 def until_whole(client: Client, keys: Keys) -> None:

@@ -148,7 +148,7 @@ class InProcess(Client):
         self.store = _native.Store(str(directory), capacity_bytes=1 << 30)
         try:
             host = limits.pop("host", "127.0.0.1")
-            self.server = _native.Server(self.store, host, 0, cluster16=TAG, epoch=limits.pop("epoch", 1), **limits)
+            self.server = _native.Server(self.store, host, limits.pop("port", 0), cluster16=TAG, epoch=limits.pop("epoch", 1), **limits)
         except BaseException:
             self.store.close(False)
             raise
@@ -166,10 +166,11 @@ class InProcess(Client):
     def stats(self) -> dict[str, Any]:
         return self.server.stats()
 
-    def close(self) -> None:
+    def close(self, *, in_order: bool = True) -> None:
+        """Not in order: what the store would leave at its end it does not."""
         super().close()
         self.server.stop()
-        self.store.close(True)
+        self.store.close(in_order)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, Blocks, bytes_of, chain, store
+from client_tools import NO_REUSE, SMALL, Blocks, bytes_of, chain, paced, store
 from faultpeer import Gate, Item, PeerCluster
 
 from kvstore.client import AsyncClient, Client, StoreOutcome, Ticket
@@ -64,7 +64,7 @@ def test_the_loop_goes_on_while_verbs_wait(cluster: PeerCluster) -> None:
     async def use() -> None:
         async with held_back(cluster) as (client, gate, data, ticket):
             place = np.zeros_like(data)
-            waiting = asyncio.create_task(client.load(ticket, place, deadline_seconds=10))
+            waiting = asyncio.create_task(client.load(ticket, place, deadline_seconds=paced(10)))
             while not gate.reached.is_set():
                 await asyncio.sleep(0)
             for _ in range(100):  # the loop turns while the load waits
@@ -84,13 +84,13 @@ def test_a_cancelled_task_returns_only_when_its_memory_is_free(cluster: PeerClus
 
             async def read() -> None:
                 if verb == "load":
-                    await client.load(ticket, place, deadline_seconds=30)
+                    await client.load(ticket, place, deadline_seconds=paced(30))
                 else:
-                    async for _ in client.planes(ticket, place, deadline_seconds=30):
+                    async for _ in client.planes(ticket, place, deadline_seconds=paced(30)):
                         pass
 
             waiting = asyncio.create_task(read())
-            await asyncio.get_running_loop().run_in_executor(None, gate.reached.wait, 10)
+            await asyncio.get_running_loop().run_in_executor(None, gate.reached.wait, paced(10))
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
@@ -124,7 +124,7 @@ def test_a_cancelled_load_whose_turn_has_not_come_returns_at_once(cluster: PeerC
             for task in (waiting, first):
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
-                    await asyncio.wait_for(asyncio.shield(task), 10)
+                    await asyncio.wait_for(asyncio.shield(task), paced(10))
             assert not any(other.done() for other in others)
             turn.set()
             await asyncio.gather(*others)

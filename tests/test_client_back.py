@@ -6,11 +6,11 @@ import signal
 from pathlib import Path
 
 import numpy as np
+from client_tools import WAIT_SECONDS, processes_of
 
 from kvstore.client import Client, ClientConfig
 from kvstore.keys import Namespace, external_keys
 from kvstore.layout import Layout
-from kvstore.server.local import LocalCluster
 
 BLOCK_BYTES = 640
 
@@ -19,11 +19,11 @@ def test_two_other_nodes_may_stop_right_after_two_came_back(tmp_path: Path) -> N
     layout = Layout.single(BLOCK_BYTES)
     keys = external_keys(Namespace(weights=b"w", kv_dtype="f32", layout_digest=layout.digest()), b"", [b"%d" % i for i in range(20)])
     blocks = np.random.default_rng(7).integers(0, 256, (20, BLOCK_BYTES), np.uint8)
-    with LocalCluster(tmp_path, nodes=12, capacity_bytes=1 << 28) as cluster:
+    with processes_of(tmp_path) as cluster:
         config = ClientConfig(promise_reuse_seconds=0)
         with Client(cluster.map, layout=layout, config=config) as client:
-            assert client.store(keys, blocks, first_block=0).result(30).extents_degraded == 0
-            client.flush(30)
+            assert client.store(keys, blocks, first_block=0).result(WAIT_SECONDS).extents_degraded == 0
+            client.flush(WAIT_SECONDS)
             for node in (0, 1):
                 cluster.kill(node, signal.SIGKILL)
             for _ in range(5):  # the client learns that both are gone, and holds them for down longer and longer

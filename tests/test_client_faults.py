@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, V41, Blocks, bytes_of, chain, load, store
+from client_tools import EMULATED, NO_REUSE, SMALL, V41, Blocks, bytes_of, chain, load, paced, store, whole_ticket
 from faultpeer import Gate, Item, ItemRule, PeerCluster, Raw, item_body, with_lie
 
 from kvstore import wire
@@ -26,8 +26,7 @@ class Stored:
         self.keys: Keys = chain(blocks, layout)
         self.data: Blocks = store(self.client, self.keys)
         self.client.flush()
-        self.ticket: Ticket = self.client.lookup(self.keys)
-        assert self.ticket.hit_blocks == blocks
+        self.ticket: Ticket = whole_ticket(self.client, self.keys)
 
     def holder(self, shard: int) -> int:
         """Number of the peer with this shard of the first extent."""
@@ -104,7 +103,7 @@ BAD: list[ItemRule] = [flip, lie, wrong_digests, not_found, busy, cut, hang_up, 
 def test_up_to_two_bad_shards_are_read_around(stored: Stored, rule: object, shards: tuple[int, ...], hedge: str) -> None:
     for shard in shards:
         stored.rule(shard, rule)
-    result, place = load(stored.client, stored.ticket, hedge=hedge, deadline_seconds=5.0)
+    result, place = load(stored.client, stored.ticket, hedge=hedge, deadline_seconds=paced(5.0))
     if rule is lie and len(shards) == 2 and hedge == "eager":
         assert result.blocks in (0, 20)  # an honest shard may have come too late to tell two liars: a miss is allowed
     else:
@@ -126,7 +125,7 @@ def test_three_bad_shards_are_a_shorter_hit_and_never_wrong_bytes(rule: object) 
                     return await rule(item) if item.extent_key == second and item.shard in (1, 4, 8) else None
 
                 peer.item_rule = only_second
-            result, place = load(made.client, made.ticket, deadline_seconds=5.0)
+            result, place = load(made.client, made.ticket, deadline_seconds=paced(5.0))
             assert result.blocks in ((64, 0) if rule in (cut, hang_up, foreign, huge, short_body) else (64,))
             assert result.outcome is not LoadOutcome.COMPLETE
             assert np.array_equal(place[: result.blocks], made.data[: result.blocks])
@@ -145,13 +144,13 @@ def test_late_shards_are_not_waited_for_and_never_land_late(stored: Stored, shar
     gate = stored.cluster.gate()
     for shard in shards:
         stored.rule(shard, hold(gate))
-    result, place = load(stored.client, stored.ticket, hedge=hedge, deadline_seconds=5.0)
-    assert result.blocks == 20 and result.seconds < 2.0 and np.array_equal(place, stored.data)
+    result, place = load(stored.client, stored.ticket, hedge=hedge, deadline_seconds=paced(5.0))
+    assert result.blocks == 20 and result.seconds < paced(2.0) and np.array_equal(place, stored.data)
     place[:] = 0x5A  # the caller's again
     gate.open()
     for shard in shards:
         stored.rule(shard, None)
-    again, other = load(stored.client, stored.client.lookup(stored.keys), deadline_seconds=5.0)
+    again, other = load(stored.client, whole_ticket(stored.client, stored.keys), deadline_seconds=paced(5.0))
     assert again.blocks == 20 and np.array_equal(other, stored.data)
     assert (place == 0x5A).all(), "a late reply wrote into memory that was handed on"
 
@@ -174,12 +173,12 @@ def test_a_shard_that_stops_in_its_middle_is_decoded_over_and_its_rest_goes_nowh
 
             peer = cluster.peers[made.holder(3)]
             peer.item_rule = half
-            result, place = load(made.client, made.ticket, deadline_seconds=5.0)
+            result, place = load(made.client, made.ticket, deadline_seconds=paced(5.0))
             assert halves and result.blocks == 64 and result.decoded >= 1 and np.array_equal(place, made.data)
             place[:] = 0x5A
             gate.open()
             peer.item_rule = None
-            again, other = load(made.client, made.client.lookup(made.keys), deadline_seconds=5.0)
+            again, other = load(made.client, whole_ticket(made.client, made.keys), deadline_seconds=paced(5.0))
             assert again.blocks == 64 and np.array_equal(other, made.data) and (place == 0x5A).all()
 
 
@@ -188,12 +187,12 @@ def test_a_load_that_nobody_answers_ends_at_its_deadline(stored: Stored) -> None
     for peer in stored.cluster.peers:
         peer.item_rule = hold(gate)
     result, place = load(stored.client, stored.ticket, deadline_seconds=0.3)
-    assert (result.blocks, result.outcome) == (0, LoadOutcome.TIMEOUT) and 0.25 < result.seconds < 1.0
+    assert (result.blocks, result.outcome) == (0, LoadOutcome.TIMEOUT) and 0.25 < result.seconds < paced(1.0)
     place[:] = 0x5A
     gate.open()
     for peer in stored.cluster.peers:
         peer.item_rule = None
-    again, other = load(stored.client, stored.client.lookup(stored.keys), deadline_seconds=5.0)
+    again, other = load(stored.client, whole_ticket(stored.client, stored.keys), deadline_seconds=paced(5.0))
     assert again.blocks == 20 and np.array_equal(other, stored.data) and (place == 0x5A).all()
 
 
@@ -206,19 +205,20 @@ def test_a_cancelled_load_returns_at_once_and_leaves_the_memory_alone(stored: St
 
     def cancel_when_asked(under_way: object) -> None:
         def run() -> None:
-            gate.reached.wait(5)
+            gate.reached.wait(paced(5))
             under_way.cancel()
 
         threading.Thread(target=run).start()
 
-    results.append(stored.client.load_with(cancel_when_asked, stored.ticket, place, deadline_seconds=10.0))
-    assert results[0].outcome is LoadOutcome.CANCELLED and results[0].seconds < 5.0
+    results.append(stored.client.load_with(cancel_when_asked, stored.ticket, place, deadline_seconds=paced(10.0)))
+    assert results[0].outcome is LoadOutcome.CANCELLED and results[0].seconds < paced(5.0)
     place[:] = 0x5A
     gate.open()
     stored.client.close()
     assert (place == 0x5A).all()
 
 
+@pytest.mark.skipif(EMULATED, reason="a shard of an emulated device is late by itself, and the parity asked for")
 def test_the_left_out_parity_is_asked_only_when_needed(stored: Stored) -> None:
     result, _ = load(stored.client, stored.ticket)
     assert (result.late12, result.shards_asked, result.decoded) == (0, 10, 0)
@@ -232,7 +232,7 @@ def test_two_writings_are_never_mixed(stored: Stored) -> None:
     other = store(stored.client, stored.keys, salt=9)
     assert not np.array_equal(other, stored.data)
     for _ in range(8):
-        result, place = load(stored.client, stored.client.lookup(stored.keys))
+        result, place = load(stored.client, whole_ticket(stored.client, stored.keys))
         assert result.blocks == 20
         assert np.array_equal(place, stored.data) or np.array_equal(place, other)
 
@@ -265,6 +265,6 @@ def test_nodes_that_owe_other_answers_are_asked_when_nothing_else_helps(
     for shard in held:
         stored.rule(shard, hold(gate))
     stored.client._core.mark_late(np.array([stored.holder(shard) for shard in owing], np.uint32))
-    result, place = load(stored.client, stored.ticket, deadline_seconds=5.0)
-    assert result.blocks == 20 and result.seconds < 2.0 and np.array_equal(place, stored.data)
+    result, place = load(stored.client, stored.ticket, deadline_seconds=paced(5.0))
+    assert result.blocks == 20 and result.seconds < paced(2.0) and np.array_equal(place, stored.data)
     gate.open()

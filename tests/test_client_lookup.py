@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, WAIT_SECONDS, bytes_of, chain, load, store
+from client_tools import NO_REUSE, SMALL, WAIT_SECONDS, bytes_of, chain, load, paced, store
 from faultpeer import Peer, PeerCluster, Raw
 
 from kvstore import wire
@@ -203,7 +203,7 @@ def test_late_answers_are_asked_elsewhere_soon(cluster: PeerCluster) -> None:
         for _ in range(6):
             began = time.monotonic()
             assert client.lookup(keys).hit_blocks == 100
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < paced(1.0)
         gate.open()
 
 
@@ -289,7 +289,7 @@ def test_a_cluster_that_does_not_answer_is_a_miss_not_a_hang() -> None:
         for _ in range(3):
             began = time.monotonic()
             assert client.lookup(keys).hit_blocks == 0
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < paced(1.0)
         assert client.stats()["nodes_down"] >= 3
 
 
@@ -386,7 +386,7 @@ def test_nodes_that_name_writings_without_end_do_not_hold_a_lookup_past_its_dead
             peer.reply_rule = invent
         began = time.monotonic()
         client.lookup(keys, deadline_seconds=0.3)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < paced(3)
         for peer in cluster.peers:
             peer.reply_rule = None
         assert client.lookup(keys).hit_blocks == 40

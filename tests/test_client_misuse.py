@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, V41, WAIT_SECONDS, Blocks, bytes_of, chain, cluster_of, load, store
+from client_tools import NO_REUSE, SMALL, V41, WAIT_SECONDS, Blocks, Cluster, bytes_of, chain, cluster_of, load, paced, store
 
 from kvstore.client import AsyncClient, Client, ClientConfig, Fidelity, Ticket
 from kvstore.errors import Closed, ConfigError, DeadlineExceeded, KeyFormatError, KvstoreError, LayoutError, MisuseError, ProtocolError
 from kvstore.keys import Keys
 from kvstore.layout import Layout
-from kvstore.server.local import LocalCluster
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster_of(tmp_path_factory.mktemp("cluster"), 3) as running:
         yield running
 
@@ -38,8 +37,9 @@ class World:
 
 
 @pytest.fixture
-def world(cluster: LocalCluster) -> Iterator[World]:
-    with Client(cluster.map, layout=SMALL, config=NO_REUSE) as client:
+def world(cluster: Cluster) -> Iterator[World]:
+    config = ClientConfig(promise_reuse_seconds=0, ticket_seconds=900.0)  # the first to import torch may wait for longer than ten
+    with Client(cluster.map, layout=SMALL, config=config) as client:
         yield World(client)
 
 
@@ -135,7 +135,7 @@ def test_a_wrong_argument_is_refused(world: World, name: str, call: Callable[[Wo
     assert result.blocks == 10 and np.array_equal(place, world.data)
 
 
-def test_every_verb_of_a_closed_client_says_so(cluster: LocalCluster) -> None:
+def test_every_verb_of_a_closed_client_says_so(cluster: Cluster) -> None:
     client = Client(cluster.map, layout=SMALL)
     world = World(client)
     planes = client.planes(world.ticket, np.zeros_like(world.data))
@@ -153,10 +153,10 @@ def test_every_verb_of_a_closed_client_says_so(cluster: LocalCluster) -> None:
     assert client.flush() and client.stats()["connections"] == 0
 
 
-def test_closing_from_another_thread_ends_what_waits(cluster: LocalCluster) -> None:
+def test_closing_from_another_thread_ends_what_waits(cluster: Cluster) -> None:
     client = Client(cluster.map, layout=SMALL, config=NO_REUSE)
     world = World(client)
-    under_way = client.begin_load(world.ticket, np.zeros_like(world.data), hedge="lazy", deadline_seconds=5, blocks=range(10))
+    under_way = client.begin_load(world.ticket, np.zeros_like(world.data), hedge="lazy", deadline_seconds=paced(5), blocks=range(10))
     thread = threading.Thread(target=client.close)
     thread.start()
     result = under_way.finish()
@@ -169,7 +169,7 @@ def test_a_ticket_of_another_layout_is_refused(world: World) -> None:
         other.load(world.ticket)
 
 
-def test_memory_let_go_in_mid_load_and_store_is_kept_alive(cluster: LocalCluster) -> None:
+def test_memory_let_go_in_mid_load_and_store_is_kept_alive(cluster: Cluster) -> None:
     with Client(cluster.map, layout=V41, config=NO_REUSE) as client:
         keys = chain(64, V41)
         future = client.store(keys, bytes_of(keys, V41), first_block=0)
@@ -178,7 +178,7 @@ def test_memory_let_go_in_mid_load_and_store_is_kept_alive(cluster: LocalCluster
         ticket = client.lookup(keys)
         for _ in range(5):
             place = np.empty((64, V41.block_bytes), np.uint8)
-            under_way = client.begin_load(ticket, place, hedge="eager", deadline_seconds=5, blocks=range(64))
+            under_way = client.begin_load(ticket, place, hedge="eager", deadline_seconds=paced(5), blocks=range(64))
             kept = weakref.ref(place.base if place.base is not None else place)
             del place
             under_way._rows = None  # Python's side goes in any order: the native one keeps the memory until its end
@@ -205,8 +205,10 @@ def test_a_forked_child_is_refused_and_ends_cleanly(world: World) -> None:
 
 def test_a_load_under_way_is_refused_to_a_forked_child_and_goes_on_in_its_parent(world: World) -> None:
     place = np.zeros((10, SMALL.block_bytes), np.uint8)
-    whole = world.client.begin_load(world.ticket, place, hedge="lazy", deadline_seconds=30, blocks=range(10))
-    planes = world.client.begin_load(world.ticket, np.zeros_like(place), hedge="lazy", deadline_seconds=30, blocks=range(10)).planes()
+    whole = world.client.begin_load(world.ticket, place, hedge="lazy", deadline_seconds=paced(30), blocks=range(10))
+    planes = world.client.begin_load(
+        world.ticket, np.zeros_like(place), hedge="lazy", deadline_seconds=paced(30), blocks=range(10)
+    ).planes()
     next(planes)
     pid = os.fork()
     if pid == 0:
@@ -236,7 +238,7 @@ def test_a_store_that_is_not_done_in_time_says_so_and_goes_on(world: World) -> N
     assert future.result(WAIT_SECONDS).blocks == 640
 
 
-def test_an_expired_ticket_loads_nothing(cluster: LocalCluster) -> None:
+def test_an_expired_ticket_loads_nothing(cluster: Cluster) -> None:
     with Client(cluster.map, layout=SMALL, config=ClientConfig(ticket_seconds=0.001)) as client:
         keys = chain(5, SMALL)
         store(client, keys)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, V41, WAIT_SECONDS, Blocks, bytes_of, chain, cluster_of, load, store, until
+from client_tools import NO_REUSE, SMALL, V41, WAIT_SECONDS, Blocks, bytes_of, chain, load, paced, processes_of, store, until
 from leaks import at_rest, until_no_more
 
 from kvstore.client import Client, ClientConfig, LoadOutcome, StoreOutcome, Ticket
@@ -27,7 +27,7 @@ FULL = os.environ.get("SIZE", "") == "full"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with cluster_of(tmp_path_factory.mktemp("cluster"), capacity_bytes=1 << 30) as running:
+    with processes_of(tmp_path_factory.mktemp("cluster"), capacity_bytes=1 << 30) as running:
         yield running
 
 
@@ -90,10 +90,10 @@ def test_three_nodes_lost_are_a_clean_miss_inside_the_deadline(cluster: LocalClu
         held = client.lookup(keys)
         with stopped(cluster, *triple):
             began = time.monotonic()
-            assert client.lookup(keys, deadline_seconds=1.5).hit_blocks == 0
-            assert time.monotonic() - began < 2.0
-            result, place = load(client, held, deadline_seconds=1.0)
-            assert result.blocks == 0 and result.outcome is not LoadOutcome.COMPLETE and result.seconds < 1.5
+            assert client.lookup(keys, deadline_seconds=paced(1.5)).hit_blocks == 0
+            assert time.monotonic() - began < paced(2.0)
+            result, place = load(client, held, deadline_seconds=paced(1.0))
+            assert result.blocks == 0 and result.outcome is not LoadOutcome.COMPLETE and result.seconds < paced(1.5)
             future = client.store(keys, data, first_block=0)
             assert future.result(WAIT_SECONDS).outcome is StoreOutcome.FAILED
             place[:] = 0x5A
@@ -125,7 +125,7 @@ def test_a_stopped_nodes_late_reply_never_reaches_memory_that_was_handed_on(clus
                     timer = threading.Timer(rng.uniform(0, 0.02), cluster.kill, (node, signal.SIGSTOP))
                     timer.start()
                 place[:] = 0
-                result = client.load(ticket, place, hedge=hedge, deadline_seconds=5.0)
+                result = client.load(ticket, place, hedge=hedge, deadline_seconds=paced(5.0))
                 assert result.blocks == 300 and np.array_equal(place, data)
                 place[:] = 0x5A
                 if round_number % 2:
@@ -141,7 +141,7 @@ def load_into(client: Client, ticket: Ticket, place: Blocks, hedge: str = "lazy"
 
 def test_nodes_killed_in_mid_read_cost_nothing_but_time(tmp_path: Path) -> None:
     keys = chain(300, V41)
-    with cluster_of(tmp_path, capacity_bytes=1 << 30) as own, Client(own.map, layout=V41, config=NO_REUSE) as client:
+    with processes_of(tmp_path, capacity_bytes=1 << 30) as own, Client(own.map, layout=V41, config=NO_REUSE) as client:
         data = store(client, keys)
         until_whole(client, 5)
         place = np.zeros_like(data)
@@ -152,7 +152,7 @@ def test_nodes_killed_in_mid_read_cost_nothing_but_time(tmp_path: Path) -> None:
             timer = threading.Timer(rng.uniform(0, 0.02), lambda nodes=nodes: [own.kill(node, signal.SIGKILL) for node in nodes])
             timer.start()
             place[:] = 0
-            result = client.load(ticket, place, deadline_seconds=5.0)
+            result = client.load(ticket, place, deadline_seconds=paced(5.0))
             timer.join()
             assert np.array_equal(place[: result.blocks], data[: result.blocks]) and result.blocks == 300
             for node in nodes:
@@ -174,7 +174,7 @@ def test_a_store_does_not_wait_for_a_stopped_node_and_frees_its_memory(cluster: 
         others = [n for n in range(12) if n != node][:2]
         with stopped(cluster, *others):
             ticket = client.lookup(keys)
-            result, place = load(client, ticket, deadline_seconds=5.0)
+            result, place = load(client, ticket, deadline_seconds=paced(5.0))
             assert np.array_equal(place[: result.blocks], bytes_of(keys, V41)[: result.blocks])
 
 

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from client_tools import SMALL, V41, WAIT_SECONDS, bytes_of, chain, cluster_of, load, store
+from client_tools import SMALL, V41, WAIT_SECONDS, Cluster, bytes_of, chain, cluster_of, load, store
 
 from kvstore.client import Client, LoadOutcome, StoreOutcome
 from kvstore.layout import PRESETS, Layout, Section
-from kvstore.server.local import LocalCluster
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster_of(tmp_path_factory.mktemp("cluster"), capacity_bytes=1 << 30) as running:
         yield running
 
@@ -33,7 +32,7 @@ ODD = [
 
 @pytest.mark.parametrize("layout", ODD, ids=lambda layout: f"{layout.block_bytes}B-{len(layout.planes())}planes")
 @pytest.mark.parametrize("blocks", [1, 2, 63, 64, 65, 130])
-def test_any_layout_and_length_comes_back(cluster: LocalCluster, layout: Layout, blocks: int) -> None:
+def test_any_layout_and_length_comes_back(cluster: Cluster, layout: Layout, blocks: int) -> None:
     keys = chain(blocks, layout)
     with Client(cluster.map, layout=layout) as client:
         assert client.lookup(keys).hit_blocks == 0
@@ -46,7 +45,7 @@ def test_any_layout_and_length_comes_back(cluster: LocalCluster, layout: Layout,
             assert result.bad_shards == 0 and np.array_equal(place, data)
 
 
-def test_large_blocks_come_back(cluster: LocalCluster) -> None:
+def test_large_blocks_come_back(cluster: Cluster) -> None:
     layout = PRESETS["llama-gqa-8b"]  # 16 MiB a block, 32 padded planes
     keys = chain(3, layout)
     with Client(cluster.map, layout=layout) as client:
@@ -55,7 +54,7 @@ def test_large_blocks_come_back(cluster: LocalCluster) -> None:
         assert result.blocks == 3 and np.array_equal(place, data)
 
 
-def test_short_extents_of_many_turns_are_one_prompt(cluster: LocalCluster) -> None:
+def test_short_extents_of_many_turns_are_one_prompt(cluster: Cluster) -> None:
     lengths = [3, 1, 64, 2, 17, 1, 1, 40, 71]
     keys = chain(sum(lengths), SMALL)
     with Client(cluster.map, layout=SMALL) as client:
@@ -66,7 +65,7 @@ def test_short_extents_of_many_turns_are_one_prompt(cluster: LocalCluster) -> No
         assert np.array_equal(place, data)
 
 
-def test_a_part_of_a_prompt_lands_at_the_destinations_start(cluster: LocalCluster) -> None:
+def test_a_part_of_a_prompt_lands_at_the_destinations_start(cluster: Cluster) -> None:
     keys = chain(150, SMALL)
     with Client(cluster.map, layout=SMALL) as client:
         data = store(client, keys, lengths=[100, 50])
@@ -78,7 +77,7 @@ def test_a_part_of_a_prompt_lands_at_the_destinations_start(cluster: LocalCluste
         assert client.load(ticket, np.zeros((0, SMALL.block_bytes), np.uint8), blocks=range(5, 5)).blocks == 0
 
 
-def test_a_prompt_that_hits_as_a_whole_has_nothing_left_to_store(cluster: LocalCluster) -> None:
+def test_a_prompt_that_hits_as_a_whole_has_nothing_left_to_store(cluster: Cluster) -> None:
     keys = chain(70, SMALL)
     with Client(cluster.map, layout=SMALL) as client:
         data = store(client, keys)
@@ -88,7 +87,7 @@ def test_a_prompt_that_hits_as_a_whole_has_nothing_left_to_store(cluster: LocalC
         assert client.store(keys[:0], data[:0], first_block=0).result(0).blocks == 0
 
 
-def test_planes_come_in_order_and_whole(cluster: LocalCluster) -> None:
+def test_planes_come_in_order_and_whole(cluster: Cluster) -> None:
     keys = chain(200, V41)
     with Client(cluster.map, layout=V41) as client:
         data = store(client, keys)
@@ -102,7 +101,7 @@ def test_planes_come_in_order_and_whole(cluster: LocalCluster) -> None:
         assert seen == [0, 1, 2, 3]
 
 
-def test_an_iterator_of_planes_that_is_left_early_ends_its_load(cluster: LocalCluster) -> None:
+def test_an_iterator_of_planes_that_is_left_early_ends_its_load(cluster: Cluster) -> None:
     keys = chain(100, V41)
     with Client(cluster.map, layout=V41) as client:
         data = store(client, keys)
@@ -116,7 +115,7 @@ def test_an_iterator_of_planes_that_is_left_early_ends_its_load(cluster: LocalCl
         assert (place == 7).all(), "nothing is written once the iterator is closed"
 
 
-def test_any_writable_memory_is_a_destination(cluster: LocalCluster) -> None:
+def test_any_writable_memory_is_a_destination(cluster: Cluster) -> None:
     torch = pytest.importorskip("torch")
     keys = chain(20, SMALL)
     with Client(cluster.map, layout=SMALL) as client:
@@ -134,7 +133,7 @@ def test_any_writable_memory_is_a_destination(cluster: LocalCluster) -> None:
         assert not wide[:, :50].any() and not wide[:, -50:].any() and not tensor[20:].any()
 
 
-def test_strided_memory_is_stored_from_where_it_lies(cluster: LocalCluster) -> None:
+def test_strided_memory_is_stored_from_where_it_lies(cluster: Cluster) -> None:
     keys = chain(70, V41)
     with Client(cluster.map, layout=V41) as client:
         wide = np.zeros((70, V41.block_bytes + 64), np.uint8)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, V41, WAIT_SECONDS, bytes_of, chain, load, store, until
+from client_tools import NO_REUSE, SMALL, V41, WAIT_SECONDS, bytes_of, chain, load, paced, store, until
 from faultpeer import Peer, PeerCluster
 
 from kvstore import record
@@ -133,7 +133,7 @@ def test_two_nodes_that_take_nothing_make_a_degraded_store_soon() -> None:
             peer.reply_rule = wait
         keys = chain(20, SMALL)
         data = bytes_of(keys, SMALL)
-        assert client.store(keys, data, first_block=0).result(3.0).outcome is StoreOutcome.DEGRADED
+        assert client.store(keys, data, first_block=0).result(paced(3.0)).outcome is StoreOutcome.DEGRADED
         data[:] = 0
         gate.open()
         until(lambda: len(all_records(cluster)) == 12, "the late shards")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, V41, chain, load, store
+from client_tools import NO_REUSE, SMALL, V41, chain, load, paced, store, whole_ticket
 from faultpeer import Item, ItemRule, PeerCluster, Verdict
 from test_client_faults import BAD, lie
 
@@ -39,7 +39,7 @@ def test_refused_items_do_not_shift_the_bytes_of_those_after_them(cluster: tuple
         for _ in range(20):
             for number, peer in enumerate(peers.peers):
                 peer.item_rule = refuse_some if number in (3, 8) else None
-            result, place = load(client, client.lookup(keys), hedge=hedge, deadline_seconds=5.0)
+            result, place = load(client, whole_ticket(client, keys), hedge=hedge, deadline_seconds=paced(5.0))
             assert result.blocks == len(keys) and result.bad_shards == 0 and np.array_equal(place, data)
 
 
@@ -52,7 +52,7 @@ def test_a_stream_that_comes_in_dribs_comes_out_whole(cluster: tuple[PeerCluster
         for number, peer in enumerate(peers.peers):
             peer.chop = random.Random(number)
         for _ in range(3):
-            result, place = load(client, client.lookup(keys), hedge=hedge, deadline_seconds=20.0)
+            result, place = load(client, whole_ticket(client, keys), hedge=hedge, deadline_seconds=paced(20.0))
             assert result.blocks == len(keys) and result.bad_shards == 0 and np.array_equal(place, data)
 
 
@@ -76,7 +76,7 @@ def test_faults_in_a_chopped_stream_never_make_wrong_bytes(seed: int) -> None:
             for number, peer in enumerate(peers.peers):
                 peer.chop = random.Random(number) if dice.random() < 0.2 else None
                 peer.item_rule = at_times(rules[number]) if number in rules else None
-            result, place = load(client, client.lookup(keys), hedge=dice.choice(("lazy", "eager")), deadline_seconds=20.0)
+            result, place = load(client, whole_ticket(client, keys), hedge=dice.choice(("lazy", "eager")), deadline_seconds=paced(20.0))
             assert np.array_equal(place[: result.blocks], data[: result.blocks])
             if len(faulty) <= 2 and lie not in rules.values():
                 assert result.blocks == len(keys)

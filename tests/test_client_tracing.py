@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, V41, chain, cluster_of, load, store, until_whole
+from client_tools import NO_REUSE, V41, Cluster, chain, cluster_of, load, store, until_whole
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvstore.client import Client
-from kvstore.server.local import LocalCluster
 
 EXPORTER = InMemorySpanExporter()
 
@@ -28,7 +27,7 @@ def _recording() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster_of(tmp_path_factory.mktemp("tracing")) as running:
         yield running
 
@@ -53,7 +52,7 @@ def inside(part: ReadableSpan, whole: ReadableSpan) -> bool:
     return within and part.parent.span_id == whole.context.span_id
 
 
-def test_a_lookup_and_a_load_are_told_part_by_part(cluster: LocalCluster) -> None:
+def test_a_lookup_and_a_load_are_told_part_by_part(cluster: Cluster) -> None:
     with Client(cluster.map, layout=V41, config=NO_REUSE) as client:
         keys = chain(150, V41)
         store(client, keys)
@@ -72,7 +71,7 @@ def test_a_lookup_and_a_load_are_told_part_by_part(cluster: LocalCluster) -> Non
     assert sorted(int(span.attributes["kvstore.blocks"]) for span in found["kvstore.read"] if span.attributes) == [22, 64, 64]
 
 
-def test_what_was_rebuilt_shows_in_the_extent_it_belongs_to(cluster: LocalCluster) -> None:
+def test_what_was_rebuilt_shows_in_the_extent_it_belongs_to(cluster: Cluster) -> None:
     keys = chain(100, V41)
     with Client(cluster.map, layout=V41, config=NO_REUSE) as client:
         store(client, keys)
@@ -91,7 +90,7 @@ def test_what_was_rebuilt_shows_in_the_extent_it_belongs_to(cluster: LocalCluste
         assert decode.parent is not None and inside(decode, reads[decode.parent.span_id])
 
 
-def test_planes_are_one_load_also_when_left_early(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_planes_are_one_load_also_when_left_early(cluster: Cluster, tmp_path: Path) -> None:
     with Client(cluster.map, layout=V41) as client:
         keys = chain(20, V41)
         store(client, keys)
