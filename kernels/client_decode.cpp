@@ -13,7 +13,7 @@ void LoadJob::progress(std::unique_lock<std::mutex>& lock, uint32_t e, uint32_t 
   for (;;) {
     if (over() || work.complete || work.decoding || work_[e]->failed || e >= cut_.load()) return;
     const uint32_t settled = uint32_t(std::popcount((work.good | work.lost | work_[e]->spared) & data));
-    if (work.ready_ns == 0 && settled + m_ >= k_) work.ready_ns = now_ns();
+    if (work.ready_ns == 0 && settled + m_ >= k_ && is_granted({e, uint8_t(p), 0})) work.ready_ns = now_ns();   // else nobody owes it yet
     if ((work.good & data) != data) {
       if (uint32_t(std::popcount(work.good)) < k_) {
         if (work.lost | work.lagging | work_[e]->spared) judge(e, p, todo);
@@ -196,10 +196,13 @@ void LoadJob::complete(uint32_t e, uint32_t p) {
   work.revoked |= data_mask() & ~work.good;
   free_parity(work, e, p);
   if (!work.decoded && work.ready_ns) shared_->delay.add(work.complete_ns - work.ready_ns);
-  std::lock_guard lock(mutex_);
-  done_[size_t(e) * plane_count_ + p] = 1;
-  const uint32_t cut = cut_.load();
-  if (e < cut && ++plane_done_[p] == cut) changed_.notify_all();
+  {
+    std::lock_guard lock(mutex_);
+    done_[size_t(e) * plane_count_ + p] = 1;
+    const uint32_t cut = cut_.load();
+    if (e >= cut || ++plane_done_[p] != cut) return;
+  }
+  changed_.notify_all();   // with the lock, who wakes would wait for it, perhaps behind all that runs here
 }
 
 // --- Scratch ---

@@ -99,12 +99,16 @@ void LoadJob::start() {
   in_order(extents, [&](uint32_t e, uint32_t p) {
     for (uint8_t s : asked[e]) streams[size_t(stream_[e][s])]->items.push_back({e, uint8_t(p), s});
   });
-  if (!net.zones)
-    for (auto& stream : streams) build_frames(*stream);
   {
     std::lock_guard lock(mutex_);
     streams_ = streams;
     conns_.resize(streams.size());
+    if (plan_.by_plane) {
+      uint64_t bytes = 0;
+      in_order(extents, [&](uint32_t e, uint32_t p) { ends_.push_back(bytes += k_ * body_bytes({e, uint8_t(p), 0})); });
+      granted_ = 0;
+      grant_more();
+    }
   }
   for (auto& stream : streams) launch(stream);
   Todo todo;
@@ -119,7 +123,8 @@ void LoadJob::start() {
 }
 
 // Items in order; a new READ where one would name too many extents or items.
-void LoadJob::build_frames(Stream& stream) const {
+std::vector<uint8_t> LoadJob::read_frames(Stream& stream, uint32_t first, uint32_t last) const {
+  std::vector<uint8_t> frames;
   std::unordered_map<uint64_t, uint16_t> slots;
   std::vector<wire::ReadExtent> extents;
   std::vector<wire::ReadItem> items;
@@ -130,19 +135,19 @@ void LoadJob::build_frames(Stream& stream) const {
     head.extents = uint32_t(extents.size());
     head.items = uint32_t(items.size());
     const size_t bytes = sizeof head + extents.size() * sizeof(wire::ReadExtent) + items.size() * sizeof(wire::ReadItem);
-    const size_t at = stream.frames.size();
-    stream.frames.resize(at + sizeof(wire::FrameHeader) + bytes);
-    uint8_t* body = stream.frames.data() + at + sizeof(wire::FrameHeader);
+    const size_t at = frames.size();
+    frames.resize(at + sizeof(wire::FrameHeader) + bytes);
+    uint8_t* body = frames.data() + at + sizeof(wire::FrameHeader);
     std::memcpy(body, &head, sizeof head);
     std::memcpy(body + sizeof head, extents.data(), extents.size() * sizeof(wire::ReadExtent));
     std::memcpy(body + sizeof head + extents.size() * sizeof(wire::ReadExtent), items.data(), items.size() * sizeof(wire::ReadItem));
     const auto header = request_header(wire::Verb::READ, stream.requests.back().id, uint32_t(bytes), wire::body_check(body, bytes));
-    std::memcpy(stream.frames.data() + at, &header, sizeof header);
+    std::memcpy(frames.data() + at, &header, sizeof header);
     slots.clear();
     extents.clear();
     items.clear();
   };
-  for (uint32_t i = 0; i < stream.items.size(); i++) {
+  for (uint32_t i = first; i < last; i++) {
     const auto& item = stream.items[i];
     const uint64_t name = uint64_t(item.extent) << 8 | item.shard;
     if (extents.size() == wire::READ_EXTENTS_MAX || items.size() == wire::READ_ITEMS_MAX) close();
@@ -152,6 +157,7 @@ void LoadJob::build_frames(Stream& stream) const {
     items.push_back({slot->second, item.plane, 0});
   }
   if (!items.empty()) close();
+  return frames;
 }
 
 wire::ReadExtent LoadJob::read_extent(const Stream::Item& item) const {
@@ -282,7 +288,7 @@ void LoadJob::leave() {
   }
 }
 
-void LoadJob::lose(const Stream& stream, uint32_t first, uint32_t end, Outcome why) {
+void LoadJob::lose(Stream& stream, uint32_t first, uint32_t end, Outcome why) {
   Todo todo;
   for (uint32_t i = first; i < end; i++) {
     const auto& item = stream.items[i];
@@ -300,6 +306,7 @@ void LoadJob::lose(const Stream& stream, uint32_t first, uint32_t end, Outcome w
     progress(lock, item.extent, item.plane, todo);
   }
   run(todo);
+  settle(stream, end);
 }
 
 void LoadJob::free_parity(PlaneWork& work, uint32_t e, uint32_t p) {
@@ -370,7 +377,6 @@ void LoadJob::ask_late(std::vector<Late> late) {
       if (!work_[l.extent]->planes[p].complete) stream->items.push_back({l.extent, uint8_t(p), uint8_t(l.shard)});
     });
     if (stream->items.empty()) continue;
-    if (!shared_->net->zones) build_frames(*stream);
     {
       std::lock_guard lock(mutex_);
       if (ended_) return;
@@ -389,6 +395,8 @@ void LoadJob::cut_at(uint32_t e) {
     plane_done_[p] = 0;
     for (uint32_t i = 0; i < e; i++) plane_done_[p] += done_[size_t(i) * plane_count_ + p];
   }
+  grant_at_ = UINT64_MAX;
+  if (granted_.load() < ends_.size()) grant(uint32_t(ends_.size()));
   changed_.notify_all();
 }
 

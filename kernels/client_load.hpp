@@ -54,7 +54,7 @@ struct LoadPlan {
   size_t row_stride = 0;
   uint32_t rows = 0;
   bool eager = false;
-  bool by_plane = false;   // ask plane after plane over all extents; else extent after extent, as the disk has them
+  bool by_plane = false;   // ask plane after plane over all extents, little ahead; else extent after extent, as the disk has them
 };
 
 struct LoadStats {
@@ -96,10 +96,10 @@ struct Stream {
   std::shared_ptr<LoadJob> job;
   std::vector<Item> items;
   std::vector<Request> requests;
-  std::vector<uint8_t> frames;              // the READ requests as sent; empty until TCP needs them
   uint32_t node = 0;
   std::atomic<int64_t> last_ns{0};          // when bytes of it came last, or it was asked
   std::atomic<bool> drain{false};           // its load is over
+  uint32_t settled = 0;                     // leading items that came or will not; of who drives it
 };
 
 // How a connection gets its items by RDMA (client_verbs.cpp). The zone is a ring: items lie in it in the order in which they were asked.
@@ -115,7 +115,6 @@ struct VerbsLink {
   uint64_t head = 0, tail = 0;      // of the ring, ever growing
   uint32_t credits = 0, untold = 0; // receives that the daemon knows of and no flight uses; and that it was not told of
   uint32_t round = 0;
-  uint32_t asked = 0, last = 0;     // items of the stream that were asked, and that will be
   bool watched = false, proven = false;   // proven: an item came
 };
 
@@ -127,6 +126,7 @@ class ReadConn final : public Conn {
   static std::shared_ptr<ReadConn> lease(Net& net, Node& node, bool fresh, uint64_t body_bytes);
   // Loop thread.
   void start(std::shared_ptr<Stream> stream);
+  void go_on(const std::shared_ptr<Stream>& stream);   // more of it may be asked for
   void drain();          // its load is over: reads the rest, or closes where that is long
   bool on_sweep(int64_t now) override;
   void on_side() override;
@@ -147,13 +147,14 @@ class ReadConn final : public Conn {
   void no_rdma(const std::string& kind, const std::string& why, bool here);   // goes on over TCP, or closes
   void over_tcp_elsewhere(const std::string& kind, const std::string& why);
   void avoid_rdma(const std::string& kind, const std::string& why);
-  void ask_more();
+  void ask_by_rdma();
   void take_completions(bool all);
   bool arrived(uint32_t immediate);   // false: closed
   void land(const Stream::Item& item, const uint8_t* at);
   void let_go();                      // of the landing zone
   bool send_bytes(const std::vector<uint8_t>& bytes);   // false: closed
-  bool send_frames();
+  bool ask();                         // for what may be asked by now; false: closed
+  bool ask_by_tcp();
   static bool fits_zone(const Net& net, uint64_t body_bytes);
   std::unique_ptr<VerbsLink> link_;   // null: by TCP
   std::atomic<bool> rdma_;            // link_ is there: for lease()
@@ -180,7 +181,8 @@ class ReadConn final : public Conn {
   std::shared_ptr<Stream> stream_;
   bool reused_ = false, heard_any_ = false, draining_ = false;
   int64_t drain_since_ns_ = 0, idle_since_ns_ = 0;
-  uint32_t item_ = 0, request_ = 0;
+  uint32_t item_ = 0, request_ = 0;   // what is due
+  uint32_t asked_ = 0, last_ = 0;     // items of the stream that were asked, and that will be
   uint8_t headers_[ITEMS_AHEAD + 1][sizeof(wire::FrameHeader)];   // [0]: of the item that is due
   uint32_t header_got_ = 0;
   uint64_t body_bytes_ = 0, body_got_ = 0;
@@ -254,7 +256,7 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   bool claim(const Stream::Item& item, bool from_start, std::vector<uint8_t>& tail, Target& target);   // tail: room for pieces that are cut
   enum class Got : uint8_t { PART, WHOLE, BAD };
   void release(const Stream::Item& item, Got got, bool wrote);
-  void lose(const Stream& stream, uint32_t first, uint32_t end, Outcome why);
+  void lose(Stream& stream, uint32_t first, uint32_t end, Outcome why);
   bool verify(const Stream::Item& item, const Target& target, uint32_t first, uint32_t end) const;
   void copy_tail(const Stream::Item& item, const uint8_t* tail);
   bool is_cut(const Stream::Item& item) const;
@@ -291,7 +293,16 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
     for (uint32_t i = 0; i < extents * plane_count_; i++)
       plan_.by_plane ? ask(i % extents, i / extents) : ask(i / plane_count_, i % plane_count_);
   }
-  void build_frames(Stream& stream) const;
+  // READs of items [first, end) of the stream, as sent.
+  std::vector<uint8_t> read_frames(Stream& stream, uint32_t first, uint32_t end) const;
+  uint32_t place_in_order(const Stream::Item& item) const {
+    return plan_.by_plane ? item.plane * uint32_t(plan_.extents.size()) + item.extent : item.extent * plane_count_ + item.plane;
+  }
+  bool is_granted(const Stream::Item& item) const { return place_in_order(item) < granted_.load(); }   // it may be asked for
+  uint32_t may_ask(const Stream& stream, uint32_t from) const;   // items of it, leading ones; `from` of them may be asked already
+  void settle(Stream& stream, uint32_t end);                     // items before `end` came or will not
+  void grant_more();                                             // with the job's lock
+  void grant(uint32_t pairs);                                    // likewise
   void launch(std::shared_ptr<Stream> stream, bool fresh = false);
   void tick();
   void arm_tick(Loop& loop);
@@ -312,6 +323,9 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   bool ended_ = false, cancelled_ = false;
   std::atomic<uint32_t> cut_;                 // extents still promised
   std::atomic<uint32_t> inside_{0};           // threads inside a place
+  std::vector<uint64_t> ends_;                // bytes of the first 1, 2, ... (extent, plane) in the order of asking; empty: all is asked at once
+  std::atomic<uint32_t> granted_{UINT32_MAX}; // so many may be asked
+  std::atomic<uint64_t> settled_bytes_{0}, grant_at_{UINT64_MAX};   // what came; and with how much more may be asked
   std::atomic<bool> over_{false};
 };
 

@@ -108,6 +108,7 @@ void Loop::post(std::function<void()> task) {
   if (stopping_) return;
   if (posted_.empty()) wake_locked();
   posted_.push_back(std::move(task));
+  any_posted_.store(true, std::memory_order_relaxed);
 }
 
 void Loop::add(std::shared_ptr<Conn> conn) {
@@ -136,6 +137,7 @@ void Loop::run_posted() {
   {
     std::lock_guard lock(mutex_);
     tasks.swap(posted_);
+    any_posted_.store(false, std::memory_order_relaxed);
   }
   for (auto& task : tasks) task();
 }
@@ -189,6 +191,7 @@ void Loop::run(bool gives_way) {
       auto conn = found->second;
       if (events[i].data.u64 & SIDE) conn->on_side();
       else conn->on_events(events[i].events);
+      if (any_posted_.load(std::memory_order_relaxed)) run_posted();   // the next connection may take a while
     }
     bool stopping;
     {

@@ -122,6 +122,7 @@ class Loop {
   int epoll_ = -1, wake_ = -1;
   std::mutex mutex_;
   std::vector<std::function<void()>> posted_;
+  std::atomic<bool> any_posted_{false};
   bool stopping_ = false;
   std::priority_queue<Timer> timers_;
   uint64_t timer_order_ = 0;

@@ -34,7 +34,9 @@ std::shared_ptr<ReadConn> ReadConn::lease(Net& net, Node& node, bool fresh, uint
 
 void ReadConn::start(std::shared_ptr<Stream> stream) {
   stream_ = std::move(stream);
-  item_ = request_ = 0;
+  stream_->requests.clear();
+  item_ = request_ = asked_ = 0;
+  last_ = uint32_t(stream_->items.size());
   header_got_ = 0;
   body_bytes_ = body_got_ = 0;
   verified_ = 0;
@@ -46,24 +48,35 @@ void ReadConn::start(std::shared_ptr<Stream> stream) {
   if (state() == State::CLOSED) return on_closed(outcome(Fault::BROKEN));
   last_heard_ns_ = now_ns();
   if (link_) {
-    link_->asked = 0;
-    link_->last = uint32_t(stream_->items.size());
     if (state() == State::NEW) {
       make_landing();
       open();
-    } else if (link_->state == VerbsLink::State::READY) {
-      ask_more();
     }
-  } else {
-    if (!send_frames()) return;
-    if (state() == State::NEW) open();
   }
+  if (!ask()) return;
+  if (!link_ && state() == State::NEW) open();
   drain();
 }
 
-bool ReadConn::send_frames() {
-  if (stream_->requests.empty()) stream_->job->build_frames(*stream_);
-  return send_bytes(stream_->frames);
+bool ReadConn::ask() {
+  if (!link_) return ask_by_tcp();
+  if (link_->state == VerbsLink::State::READY) ask_by_rdma();
+  return state() != State::CLOSED;
+}
+
+bool ReadConn::ask_by_tcp() {
+  const uint32_t first = asked_;
+  asked_ = std::min(last_, stream_->job->may_ask(*stream_, first));
+  return asked_ == first || send_bytes(stream_->job->read_frames(*stream_, first, asked_));
+}
+
+void ReadConn::go_on(const std::shared_ptr<Stream>& stream) {
+  if (stream_ != stream || draining_ || state() == State::CLOSED) return;
+  if (item_ == asked_) {   // it owed nothing: its time begins anew
+    last_heard_ns_ = now_ns();
+    stream_->last_ns.store(last_heard_ns_, std::memory_order_relaxed);
+  }
+  ask();
 }
 
 bool ReadConn::send_bytes(const std::vector<uint8_t>& bytes) {
@@ -84,13 +97,10 @@ void ReadConn::drain() {
   if (!stream_ || !stream_->drain.load() || draining_ || state() == State::CLOSED) return;
   draining_ = true;
   drain_since_ns_ = now_ns();
-  size_t end = stream_->items.size();
-  if (link_) {   // what was not asked will not come
-    end = link_->last = link_->asked;
-    if (item_ == end) return finish();
-  }
+  last_ = asked_;   // what was not asked will not come
+  if (item_ == last_) return finish();
   uint64_t rest = 0;
-  for (size_t i = item_; i < end; i++) rest += stream_->job->body_bytes(stream_->items[i]);
+  for (size_t i = item_; i < last_; i++) rest += stream_->job->body_bytes(stream_->items[i]);
   if (rest > net.config.drain_bytes_max) close(outcome(node.late() ? Fault::STALLED : Fault::CANCELLED));
 }
 
@@ -101,11 +111,12 @@ void ReadConn::on_read() {
 }
 
 ReadConn::Step ReadConn::step() {
-  if (!stream_) {   // idle: a healthy peer says nothing
+  if (!stream_ || item_ == asked_) {   // owes nothing: a healthy peer is silent
     uint8_t byte;
+    if (spilled()) return broke_protocol(), Step::GONE;
     const ssize_t n = receive(&byte, 1);
     if (n < 0 && errno == EAGAIN) return Step::BLOCKED;
-    close(outcome(n == 0 ? Fault::CANCELLED : Fault::BROKEN));
+    close(outcome(n == 0 && !stream_ ? Fault::CANCELLED : Fault::BROKEN));
     return Step::GONE;
   }
   if (header_got_ < sizeof(FrameHeader)) return header();
@@ -168,7 +179,7 @@ bool ReadConn::parse_header() {
   if (!ours || h.status == 0 || h.body_bytes != 0) return broke_protocol(), false;
   uint32_t end = item_ + 1;
   if (h.kind == uint8_t(wire::Kind::REPLY))   // the whole READ was refused
-    end = size_t(request_) + 1 < stream_->requests.size() ? stream_->requests[request_ + 1].first_item : uint32_t(stream_->items.size());
+    end = size_t(request_) + 1 < stream_->requests.size() ? stream_->requests[request_ + 1].first_item : asked_;
   else if (h.kind != uint8_t(wire::Kind::ITEM) || h.aux != item_ - request.first_item)
     return broke_protocol(), false;
   stream_->job->lose(*stream_, item_, end, h.status);
@@ -209,7 +220,7 @@ ReadConn::Step ReadConn::scatter() {
   uint32_t claimed = 0;
   const bool ahead = ahead_ && !spilled();
   bool whole = true;   // the last item's body ends within this receive
-  while (whole && claimed < ITEMS_AHEAD && first + claimed < items.size() && want < STEP_BYTES && (claimed == 0 || ahead)) {
+  while (whole && claimed < ITEMS_AHEAD && first + claimed < asked_ && want < STEP_BYTES && (claimed == 0 || ahead)) {
     const Stream::Item& item = items[first + claimed];
     const uint32_t blocks = job.blocks(item), piece = job.piece_bytes(item);
     if (claimed && parts + int(blocks) + 4 > IOV_PARTS) break;
@@ -239,7 +250,7 @@ ReadConn::Step ReadConn::scatter() {
     discarding_ = true;
     return Step::MORE;
   }
-  if (whole && first + claimed < items.size()) part(headers_[claimed], sizeof(FrameHeader));
+  if (whole && first + claimed < asked_) part(headers_[claimed], sizeof(FrameHeader));
 
   if (to[0].mixed) verified_ = 0;
   const bool from_spill = spilled();
@@ -335,7 +346,9 @@ void ReadConn::next_item() {
   item_++;
   header_got_ = 0;
   discarding_ = false;
-  if (item_ == stream_->items.size()) finish();
+  const auto stream = stream_;
+  if (item_ == last_) finish();
+  stream->job->settle(*stream, item_);
 }
 
 void ReadConn::finish() {
@@ -360,7 +373,7 @@ void ReadConn::on_closed(Outcome why) {
   }
   auto stream = std::move(stream_);
   stream_ = nullptr;
-  const bool unproven = link_ && !link_->proven && link_->asked;
+  const bool unproven = link_ && !link_->proven && asked_;
   let_go();
   if (unproven && (why == outcome(Fault::BROKEN) || why == outcome(Fault::STALLED)))
     avoid_rdma("silent", "what was asked for did not come by RDMA (is UDP port 4791 open?)");
@@ -383,7 +396,7 @@ bool ReadConn::on_sweep(int64_t now) {
   const int64_t quiet = now - last_heard_ns_;
   if (draining_ && now - drain_since_ns_ > net.config.drain_timeout_ns)
     close(outcome(quiet > net.config.drain_timeout_ns ? Fault::STALLED : Fault::CANCELLED));
-  else if (quiet > net.config.stall_timeout_ns)
+  else if (item_ < asked_ && quiet > net.config.stall_timeout_ns)
     close(outcome(Fault::STALLED));
   return true;
 }

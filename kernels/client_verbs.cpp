@@ -116,7 +116,7 @@ void ReadConn::connected(bool fine, const std::string& why) {
 
 void ReadConn::ready() {
   link_->state = LinkState::READY;
-  if (stream_) ask_more();
+  if (stream_) ask();
 }
 
 // What TCP says on a connection whose items come by RDMA: the answer to VERBS_OPEN, a refusal, the end.
@@ -172,7 +172,7 @@ void ReadConn::no_rdma(const std::string& kind, const std::string& why, bool her
   }
   if (net.config.transport == Transport::RDMA) return close(outcome(Fault::LIMIT));
   let_go();
-  if (stream_) send_frames();
+  if (stream_) ask();
 }
 
 // This connection is of no more use; another takes over.
@@ -196,23 +196,24 @@ void ReadConn::let_go() {
 
 // --- asking ---
 
-void ReadConn::ask_more() {
+void ReadConn::ask_by_rdma() {
   VerbsLink& v = *link_;
   const LoadJob& job = *stream_->job;
   const auto& items = stream_->items;
   const uint64_t zone = v.landing->zone_bytes();
-  while (v.asked < v.last && v.credits && (v.flights.empty() || zone - (v.head - v.tail) >= zone / 2)) {
-    const uint32_t first = v.asked;
+  const uint32_t may = std::min(last_, job.may_ask(*stream_, asked_));
+  while (asked_ < may && v.credits && (v.flights.empty() || zone - (v.head - v.tail) >= zone / 2)) {
+    const uint32_t first = asked_;
     v.round = (v.round + 1) & 0xff;
     if (v.flights.empty()) v.head = v.tail = 0;   // so that the longest item fits
     std::vector<VerbsLink::Flight> batch;
-    while (v.asked < v.last && v.credits && batch.size() < wire::READ_EXTENTS_MAX) {
-      const uint64_t bytes = job.body_bytes(items[v.asked]), room = align_up(bytes, ZONE_ALIGN), at = v.head % zone;
+    while (asked_ < may && v.credits && batch.size() < wire::READ_EXTENTS_MAX) {
+      const uint64_t bytes = job.body_bytes(items[asked_]), room = align_up(bytes, ZONE_ALIGN), at = v.head % zone;
       const uint64_t skip = at + room > zone ? zone - at : 0;
       if (v.head + skip + room - v.tail > zone) break;
       v.head += skip + room;
       batch.push_back({v.head, uint32_t((v.head - room) % zone), uint32_t(bytes), v.round, uint32_t(batch.size())});
-      v.asked++;
+      asked_++;
       v.credits--;
     }
     if (batch.empty()) break;   // the ring's end is in the way: with the next item that comes
@@ -286,7 +287,7 @@ void ReadConn::take_completions(bool all) {
     if (used && !v.landing->endpoint().post_receives(used)) return close(outcome(Fault::BROKEN));
     v.untold += used;
     v.credits += used;
-    if (stream_ && v.state == LinkState::READY) ask_more();
+    if (stream_) ask();
   }
   auto self = std::static_pointer_cast<ReadConn>(shared_from_this());
   loop.post([self] { self->take_completions(false); });
@@ -309,7 +310,8 @@ bool ReadConn::arrived(uint32_t immediate) {
     net.stats.read_bytes_rdma.fetch_add(flight.bytes, std::memory_order_relaxed);
     land(stream->items[item_], v.landing->zone() + flight.offset);
   }
-  if (++item_ == v.last) finish();
+  if (++item_ == last_) finish();
+  stream->job->settle(*stream, item_);
   return true;
 }
 

@@ -30,6 +30,7 @@ SUITE = (
     "test_client_lookup.py",
     "test_client_misuse.py",
     "test_client_nodes.py",
+    "test_client_planes.py",
     "test_client_roundtrip.py",
     "test_client_store_faults.py",
     "test_client_streams.py",
