@@ -140,6 +140,23 @@ def test_a_drain_asks_again_where_there_is_no_room_for_now() -> None:
     server.close()
 
 
+def test_a_drain_waits_for_an_agent_that_is_just_starting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, taker_of() as (taker, address, peers), taker_of() as (other, _, _):
+        place = ("127.0.0.1", taken.getsockname()[1])
+        taken.close()
+        give(peers, address, b"whole")
+        started: list[PeerServer] = []
+
+        def asked(name: str, sent_bytes: int) -> None:
+            if name == "unreachable" and not started:
+                started.append(PeerServer(*place, handoffs=other.inbox))
+
+        peers.gave = asked  # type: ignore[method-assign]  # told of each that was not taken
+        moved = taker.forward(peers, [f"{place[0]}:{place[1]}"], time.monotonic() + WAIT_SECONDS)
+        assert (moved.entries, moved.left, other.waiting) == (1, 0, True)
+        started[0].close()
+
+
 # --- an inbox that somebody is just looking at ---
 
 

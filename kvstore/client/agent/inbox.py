@@ -237,7 +237,9 @@ class HandoffInbox:
         return [arrival.offer for arrival in self._listed() if taken or not arrival.taken]
 
     def holds(self, handoff_id: bytes) -> bool:
-        return handoff_id in self._arrivals
+        """Is it on its way or here, and not taken?"""
+        arrival = self._arrivals.get(handoff_id)
+        return arrival is not None and not arrival.taken
 
     def release(self, arrival: Arrival) -> None:
         """Ends it, in whatever state it is. Its room is free once the last view of its sections is gone."""

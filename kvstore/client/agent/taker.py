@@ -20,6 +20,7 @@ from kvstore.wire import Status
 
 WINDOW_INBOX_BYTES: Final = 4 * BATCH_BYTES  # taken from others at once; allocated when the first one comes
 LOOK_SECONDS: Final = 0.25
+PATIENT_SECONDS: Final = 10.0  # of a drain: an agent that is not there may be starting
 LAST_SECONDS: Final = 5.0  # of a drain, or a quarter of a short one: nothing more is received, and what is here goes on
 
 
@@ -87,18 +88,18 @@ class Taker:
     def forward(self, peers: Peers, addresses: Sequence[str], end: float) -> Moved:
         """Gives the agents at `addresses`, the first that takes it, what nobody here has taken, until `end` (monotonic). What is still on
         its way shortly before that, or when nobody is left to take it, goes on where it comes from."""
-        moved, places = Moved(), list(addresses)
-        last = end - min(LAST_SECONDS, (end - time.monotonic()) / 4)
+        moved, places, began = Moved(), list(addresses), time.monotonic()
+        last, patient = end - min(LAST_SECONDS, (end - began) / 4), min(began + PATIENT_SECONDS, end)
         while self.waiting:
             arrival = self.take(None, max(0.0, min(LOOK_SECONDS, last - time.monotonic())) if places else 0.0)
             if arrival is not None:
-                self._forward(peers, places, arrival, end, moved)
+                self._forward(peers, places, arrival, patient, end, moved)
             elif not places or time.monotonic() >= last:
                 self.inbox.end_receiving(is_request)
         return moved
 
-    def _forward(self, peers: Peers, places: list[str], arrival: Arrival, end: float, moved: Moved) -> None:
-        outcome = _to_first(peers, places, arrival, end)
+    def _forward(self, peers: Peers, places: list[str], arrival: Arrival, patient: float, end: float, moved: Moved) -> None:
+        outcome = _to_first(peers, places, arrival, patient, end)
         if outcome is HandoffOutcome.DONE:
             moved.entries, moved.bytes = moved.entries + 1, moved.bytes + arrival.offer.total_bytes
         else:
@@ -111,21 +112,23 @@ def is_request(offer: Offer) -> bool:
     return offer.note != NOTE
 
 
-def _to_first(peers: Peers, places: list[str], arrival: Arrival, end: float) -> HandoffOutcome | None:
-    """To one of `places`, each asked within its share of the time, those that are busy again until then. Who is not there is taken off."""
+def _to_first(peers: Peers, places: list[str], arrival: Arrival, patient: float, end: float) -> HandoffOutcome | None:
+    """To the first of `places` that takes it, each asked within its share of the time: again until `end` where one is busy, until `patient`
+    where none is there (it may be starting). Who is not there is asked last from then on."""
     outcome, asked = None, list(places)
     while asked:
-        this_time = list(asked)
+        busy, this_time = False, list(asked)
         for number, place in enumerate(this_time):
             now = time.monotonic()
             outcome = _send(peers, place, arrival, now + min(BATCH_SECONDS, (end - now) / (len(this_time) - number)))
             if outcome is HandoffOutcome.DONE:
                 return outcome
-            if outcome is not HandoffOutcome.BUSY:
+            busy |= outcome is HandoffOutcome.BUSY
+            if outcome in (HandoffOutcome.TOO_LARGE, HandoffOutcome.REFUSED):
                 asked.remove(place)
-            if outcome not in (HandoffOutcome.BUSY, HandoffOutcome.TOO_LARGE, HandoffOutcome.REFUSED):
-                places.remove(place)
-        if end - time.monotonic() <= AGAIN_SECONDS:
+            elif outcome is not HandoffOutcome.BUSY:
+                places.append(places.pop(places.index(place)))
+        if time.monotonic() + AGAIN_SECONDS >= (end if busy else patient):
             break
         if asked:
             threading.Event().wait(AGAIN_SECONDS)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.25
+_LAST_POLL_SECONDS: Final = 0.01
 _DEFAULT: Final = RequestOptions()
 _RESUME_COUNTS: Final = ("blocks_end_tokens", "start_tokens", "exact_from_tokens")
 _SLACK_BYTES: Final = 16  # what is stored is not known yet when the settings' length is offered
@@ -183,7 +184,7 @@ class Takeovers:
 
     def _take_one(self) -> bool:
         """A call of its own: between two of them nothing here holds on to an arrival's memory."""
-        arrival = self._inbox.take(deadline_seconds=0.0 if self._closing else _POLL_SECONDS, owner="takeovers", whole=True)
+        arrival = self._inbox.take(deadline_seconds=_LAST_POLL_SECONDS if self._closing else _POLL_SECONDS, owner="takeovers", whole=True)
         if arrival is None:
             return False
         request = None
