@@ -147,8 +147,8 @@ def test_a_drain_waits_for_an_agent_that_is_just_starting() -> None:
         give(peers, address, b"whole")
         started: list[PeerServer] = []
 
-        def asked(name: str, sent_bytes: int) -> None:
-            if name == "unreachable" and not started:
+        def asked(outcome: str, sent_bytes: int) -> None:
+            if outcome == "unreachable" and not started:
                 started.append(PeerServer(*place, handoffs=other.inbox))
 
         peers.gave = asked  # type: ignore[method-assign]  # told of each that was not taken
