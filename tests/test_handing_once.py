@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 from client_tools import cluster_of, until
 from engine_giver import DRAFTING, Watched, watched
-from test_engine_handing import WAIT_SECONDS, alone, model, packed, prompt_of
-from test_engine_handing_faults import taker_of
+from test_engine_handing import WAIT_SECONDS, Recorder, alone, model, packed, prompt_of
+from test_engine_handing_faults import assert_set, taker_of
 
 from kvstore.client import Client, ClientConfig
 from kvstore.client.agent import handoff
@@ -153,6 +154,44 @@ def test_one_that_has_ended_already_says_no_more(why: str) -> None:
     with Engine(model(), None) as engine:
         response = engine.take_over({**sections, "sampler": changed, "head": bytes(head)}).result(WAIT_SECONDS)
         assert response.tokens == text()[:1]
+        assert engine.pages.free == engine.pages.capacity
+
+
+@pytest.mark.parametrize("why", ["cancelled", "deadline", "closed"])
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_is_called_off_while_it_is_committed_ends_here_or_there(why: str, taken: bool) -> None:
+    """`taken`: the other side has said yes before it hears of it; then the request has not ended here, whatever was asked."""
+    request: list[Request] = []
+
+    class Sender(Recorder):
+        def __init__(self, sections: Any) -> None:
+            super().__init__(sections)
+            self.called_off = threading.Event()
+
+        def commit(self, deadline_seconds: float) -> HandoffOutcome:
+            if why == "cancelled":
+                request[0].cancel()
+            elif why == "closed":
+                engine._closing = True
+            else:
+                request[0].submitted_seconds -= 1000
+            engine._post(lambda: None)
+            assert self.called_off.wait(WAIT_SECONDS)
+            self.outcome = HandoffOutcome.DONE if taken else HandoffOutcome.ABORTED
+            return self.outcome
+
+        def abort(self) -> None:
+            self.called_off.set()
+
+    with Engine(model(), None) as engine:
+        gate = threading.Event()
+        engine._post(lambda: assert_set(gate))
+        request.append(engine.submit(prompt_of(PROMPT), options=RequestOptions(**WORDS), give=Sender))
+        gate.set()
+        response = request[0].result(WAIT_SECONDS)
+        assert response.finish_reason == ("handed_over" if taken else why)
+        assert response.tokens == text()[: len(response.tokens)]
+        assert (engine.counts["handoff_done"], engine.counts["handoff_aborted"]) == (int(taken), int(not taken))
         assert engine.pages.free == engine.pages.capacity
 
 

@@ -227,13 +227,17 @@ class Engine:
             letter()
 
     def _idle_seconds(self) -> float:
-        ends = [task.deadline_seconds for task in (*self._waiting, *self._running)]
+        ends = [task.deadline_seconds for task in (*self._waiting, *self._running) if not task.called_off]
         return max(0.0, min(IDLE_SECONDS, min(ends, default=float("inf")) - time.monotonic()))
 
     def _end_early(self, closing: bool) -> None:
         now = time.monotonic()
         for task in [*self._waiting, *self._running]:
-            if closing or task.request.cancelled or now > task.deadline_seconds:
+            if not (closing or task.request.cancelled or now > task.deadline_seconds):
+                continue
+            if task.giving:  # perhaps the other process has it by now: then it is not ended here
+                self._call_off(task)
+            else:
                 self._end(task, "closed" if closing else "cancelled" if task.request.cancelled else "deadline")
 
     # --- a request's way in ---
@@ -439,7 +443,10 @@ class Engine:
         task.giving, task.outgoing = False, None
         if outcome is not HandoffOutcome.DONE:
             self._moves.submit(outgoing.withdraw)
-            self._stays(task, outcome)
+            if task.called_off:
+                self.counts["handoff_aborted"] += 1
+            else:
+                self._stays(task, outcome)
             return
         task.handoff_bytes, task.handoff_early_bytes = outgoing.total_bytes, early
         self.counts["handoff_done"] += 1
@@ -451,6 +458,12 @@ class Engine:
         task.give = None
         self.counts[f"handoff_{outcome.value}"] += 1
         log.warning("request %d is answered here: its handoff was %s", task.request.number, outcome.value)
+
+    def _call_off(self, task: Task) -> None:
+        """What becomes of it is told by `_handed_over`, soon."""
+        if not task.called_off and task.outgoing is not None:
+            task.called_off = True
+            self._moves.submit(task.outgoing.withdraw)
 
     def _withdraw(self, task: Task) -> None:
         """What was sent of it counts no more: it ends here, or is computed or loaded again."""

@@ -104,6 +104,8 @@ class Outgoing:
         if not self._answered.wait(deadline_seconds):
             self.withdraw()
             return HandoffOutcome.LATE
+        if self._withdrawn:
+            return HandoffOutcome.ABORTED
         if self._sender is None:
             return self._refused or HandoffOutcome.UNREACHABLE
         self._put(list(rest.items()))
@@ -112,6 +114,7 @@ class Outgoing:
     def withdraw(self) -> None:
         with self._lock:
             self._withdrawn, self._waiting = True, []
+            self._answered.set()  # nobody waits for that any more
             sender = self._sender
         if sender is not None:
             sender.abort()

@@ -73,6 +73,7 @@ class Task:
         self.give: Give | None = None  # where to
         self.outgoing: Outgoing | None = None  # on its way there, from the start on
         self.giving = False  # all of it is sent: no step until it is known whether it was taken
+        self.called_off = False  # meanwhile: it ends here, unless it was taken
         self.handoff_bytes = self.handoff_early_bytes = 0
         self.taken: Mapping[str, Buffer] | None = None  # all of it, from another process, until it has room here
         self.resume = Resume(WindowUse.NONE, 0, 0, False, 0, False)  # of the start that gave the first token
