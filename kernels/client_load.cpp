@@ -103,7 +103,7 @@ void LoadJob::start() {
     std::lock_guard lock(mutex_);
     streams_ = streams;
     conns_.resize(streams.size());
-    if (plan_.by_plane) {
+    if (plan_.by_plane && extents) {
       uint64_t bytes = 0;
       in_order(extents, [&](uint32_t e, uint32_t p) { ends_.push_back(bytes += k_ * body_bytes({e, uint8_t(p), 0})); });
       granted_ = 0;

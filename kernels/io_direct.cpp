@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <array>
 #include <system_error>
 
 namespace kv {
@@ -198,9 +199,41 @@ struct Run {
 struct DirectJob final : JobExtra {
   std::deque<Run> runs;                      // planned and not yet sent, in item order
   std::vector<bool> meta_planned;            // by extent
-  std::vector<bool> from_disk;               // by extent: something of it was
+  std::vector<uint32_t> from_disk;           // items that were read there
   uint32_t next_item = 0;                    // to plan
   uint64_t ahead_bytes = 0;                  // of `runs`
+};
+
+// Heads and checks of records that a READ asked for in part: a load by plane asks for the next plane soon, and they lie far from its pieces.
+class LateMetas {
+ public:
+  bool has(const ExtentRead& e) const { return metas_.contains(name_of(e)); }
+  // False: not here.
+  bool recall(ReadJob& job, ExtentRead& e) const {
+    const auto found = metas_.find(name_of(e));
+    if (found == metas_.end()) return false;
+    accept_meta(job, e, found->second);
+    return true;
+  }
+  void keep(const ExtentRead& e) {
+    if (e.items_left >= e.ref.shard_bytes.size() || !metas_.try_emplace(name_of(e), e.meta).second) return;
+    order_.push_back(name_of(e));
+    bytes_ += e.meta.size();
+    while (bytes_ > BYTES_MAX) {
+      const auto oldest = metas_.find(order_.front());
+      bytes_ -= oldest->second.size();
+      metas_.erase(oldest);
+      order_.pop_front();
+    }
+  }
+
+ private:
+  static constexpr uint64_t BYTES_MAX = 2 << 20;   // some hundreds
+  using Name = std::array<uint64_t, 3>;            // segment, offset, write id
+  static Name name_of(const ExtentRead& e) { return {e.ref.segment_id(), e.ref.offset, e.ask.write_id}; }
+  std::map<Name, std::vector<uint8_t>> metas_;
+  std::deque<Name> order_;                         // oldest first
+  uint64_t bytes_ = 0;
 };
 
 class Direct final : public ReadEngine {
@@ -211,7 +244,6 @@ class Direct final : public ReadEngine {
     if (!job->extra) {
       auto extra = std::make_unique<DirectJob>();
       extra->meta_planned.resize(job->extents.size());
-      extra->from_disk.resize(job->extents.size());
       job->keep_open = service_.beside_page_cache;
       job->extra = std::move(extra);
     }
@@ -229,7 +261,13 @@ class Direct final : public ReadEngine {
     if (!found) plan_ahead(job);
     if (!found && !(found = run_of(extra, item))) return Fetch::LATER;
     Run& run = *found;
-    if (run.fell_back) return buffered_->fetch(job, item, status, source);
+    const bool first = e.meta.empty();
+    if (first) metas_.recall(*job, e);
+    if (run.fell_back) {
+      const Fetch fetched = buffered_->fetch(job, item, status, source);
+      if (first && !e.meta.empty()) metas_.keep(e);
+      return fetched;
+    }
     if (run.read) {
       uint32_t pending = DiskRead::PENDING;
       if (run.read->state.compare_exchange_strong(pending, DiskRead::WANTED, std::memory_order_acq_rel) || pending == DiskRead::WANTED)
@@ -244,9 +282,10 @@ class Direct final : public ReadEngine {
     if (e.meta.empty()) {
       if (run.with_meta) accept_meta(*job, e, std::vector<uint8_t>(memory + (record_at - from), memory + (record_at - from) + meta_bytes_of(e.ref)));
       else load_meta(*job, e);   // far from the first piece asked for, or its read failed
-      status = e.status;
-      if (status != Status::OK) return Fetch::READY;
     }
+    status = e.status;
+    if (status != Status::OK) return Fetch::READY;
+    if (first) metas_.keep(e);
     source = {memory + (record_at + at - from), -1, 0, bytes};
     return Fetch::READY;
   }
@@ -258,18 +297,20 @@ class Direct final : public ReadEngine {
     extra.runs.pop_front();
     extra.ahead_bytes -= run.to - run.from;
     if (run.read && run.read->state.load(std::memory_order_acquire) == DiskRead::DONE && run.read->status == Status::OK) {
-      if (service_.beside_page_cache) extra.from_disk[job->items[item].extent] = true;
-      else service_.cache.offer(run.read->span);
+      if (!service_.beside_page_cache) service_.cache.offer(run.read->span);
+      else
+        for (uint32_t i = run.first; i <= run.last; i++) extra.from_disk.push_back(i);
     }
     plan_ahead(job);
   }
 
   void finished(ReadJob& job) override {
     if (!service_.beside_page_cache || !job.extra) return;
-    const auto& from_disk = static_cast<DirectJob&>(*job.extra).from_disk;
-    for (uint32_t i = 0; i < job.extents.size(); i++) {
-      const ExtentRead& e = job.extents[i];
-      if (from_disk[i] && service_.seen.again(e.ref.segment_id(), e.ref.offset)) will_need(e.ref.fd(), e.ref.offset, e.ref.record_bytes);
+    for (uint32_t i : static_cast<DirectJob&>(*job.extra).from_disk) {   // by plane: a load may ask for each in a READ of its own
+      const ReadRef& ref = job.extents[job.items[i].extent].ref;
+      const uint32_t plane = job.items[i].plane;
+      const uint64_t at = plane ? ref.pieces_at(plane) : 0, end = ref.pieces_at(plane) + uint64_t(ref.shard_bytes[plane]) * ref.block_count;
+      if (service_.seen.again(ref.segment_id(), ref.offset + at)) will_need(ref.fd(), ref.offset + at, end - at);
     }
   }
 
@@ -310,7 +351,7 @@ class Direct final : public ReadEngine {
     uint64_t from = at, to = at + bytes;
     if (!extra.meta_planned[extent]) {
       extra.meta_planned[extent] = true;
-      if (at - meta_bytes_of(e.ref) <= GAP_BYTES) {
+      if (at - meta_bytes_of(e.ref) <= GAP_BYTES && !metas_.has(e)) {
         run.with_meta = true;
         from = 0;
       }
@@ -365,6 +406,7 @@ class Direct final : public ReadEngine {
   DirectService& service_;
   ReadService::Wake wake_;
   std::unique_ptr<ReadEngine> buffered_;
+  LateMetas metas_;
 };
 
 }  // namespace

@@ -35,7 +35,7 @@ class Seen {
   }
 
  private:
-  static constexpr size_t PLACES = 4093;   // prime: marks are odd
+  static constexpr size_t PLACES = 16381;   // prime: marks are odd
   std::atomic<uint64_t> marks_[PLACES] = {};
 };
 
@@ -85,7 +85,7 @@ class DirectService final : public ReadService {
 
   ServerShared& shared;
   const bool beside_page_cache;                   // the engine "auto"
-  Seen seen;                                      // records read from disk, for "auto"
+  Seen seen;                                      // planes of records read from disk, for "auto"
   Arena memory;
   SpanCache cache;
 

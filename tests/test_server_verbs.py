@@ -193,6 +193,27 @@ def test_what_is_in_the_page_cache_is_not_read_from_disk_by_auto(tmp_path: Path)
         until(lambda: read() == 0, "it is served from there")
 
 
+def test_planes_that_are_asked_for_one_after_the_other_count_as_read_once_by_auto(tmp_path: Path) -> None:
+    """As a load by plane asks. Were the second plane a second read of the record, all of it would be read again into the page cache."""
+    r = make_record(311, blocks=64)
+    with serving(tmp_path, io="auto") as server:
+        assert server.write(r) == [Status.OK]
+        bulk = server.bulk()
+
+        def read() -> tuple[int, int]:
+            before = server.stats
+            for plane in range(4):
+                bulk.send(wire.encode(Verb.READ, wire.encode_read([extent_of(r)], [(0, plane)])))
+                assert_item(bulk.receive().body, r, plane)
+            now = server.stats
+            return int(now["reads_direct"]) - int(before["reads_direct"]), int(now["reads_fell_back"]) - int(before["reads_fell_back"])
+
+        server.drop_pages()
+        assert read() == (4, 0)
+        assert read() == (4, 0)
+        until(lambda: read() == (0, 4), "what was read twice is served from the page cache")
+
+
 def test_an_empty_read_is_answered_by_nothing_and_does_not_hold_up_the_next(server: InProcess) -> None:
     r = make_record(41)
     assert server.write(r) == [Status.OK]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,15 @@ def as_rows(buffer: Any, blocks: int | None, block_bytes: int, *, writable: bool
 def _rows(buffer: Any, block_bytes: int) -> U8:
     array = _array(buffer)
     if array.ndim >= 2 and len(array):
-        row_bytes = array.itemsize * int(np.prod(array.shape[1:]))
+        row_bytes = array.itemsize * math.prod(array.shape[1:])
         if row_bytes == block_bytes:
             if not array[0].flags.c_contiguous:
                 raise LayoutError("E523", "buffer", f"rows are not contiguous (strides {array.strides})", "pass rows of contiguous bytes")
             if len(array) > 1 and array.strides[0] < block_bytes:
                 cause = f"rows overlap or go backwards (strides {array.strides})"
                 raise LayoutError("E523", "buffer", cause, "pass rows in ascending order")
+            if array.ndim == 2 and array.dtype == np.uint8:
+                return np.asarray(array)
             elements = block_bytes // array.itemsize
             strides = (array.strides[0], array.itemsize)
             flat = np.lib.stride_tricks.as_strided(array, (len(array), elements), strides, writeable=array.flags.writeable)

@@ -148,11 +148,13 @@ def checked_blocks(ticket: Ticket, blocks: range | None) -> range:
 
 def _spans(ticket: Ticket, blocks: range) -> tuple[U32, I32]:
     """(first block in the extent, blocks, row of the destination) of each extent that the range touches, and which extents they are."""
-    counts = ticket.extents["count"].astype(np.int64)
-    ends = np.cumsum(counts)
-    begins = ends - counts
-    which = np.flatnonzero((ends > blocks.start) & (begins < blocks.stop)).astype(np.int32)
-    low = np.maximum(begins[which], blocks.start)
-    high = np.minimum(ends[which], blocks.stop)
-    first = ticket.extents["first_block"][which] + (low - begins[which])
-    return np.ascontiguousarray(np.stack([first, high - low, low - blocks.start], axis=1), np.uint32), which
+    spans: list[tuple[int, int, int]] = []
+    which: list[int] = []
+    begin = 0
+    for number, (first, count) in enumerate(zip(ticket.extents["first_block"].tolist(), ticket.extents["count"].tolist(), strict=True)):
+        low, high = max(begin, blocks.start), min(begin + count, blocks.stop)
+        if low < high:
+            spans.append((first + low - begin, high - low, low - blocks.start))
+            which.append(number)
+        begin += count
+    return np.array(spans, np.uint32).reshape(-1, 3), np.array(which, np.int32)
