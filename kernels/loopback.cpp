@@ -1,7 +1,6 @@
 // Loopback: see loopback.hpp. The module's face is at the end.
 #include "loopback.hpp"
 
-#include <dlfcn.h>
 #include <nanobind/stl/string.h>
 #include <poll.h>
 
@@ -10,8 +9,7 @@
 #include <chrono>
 #include <stdexcept>
 
-#include "bind.hpp"
-#include "verbs_library.hpp"
+#include "verbs_bind.hpp"
 
 namespace kv {
 
@@ -22,19 +20,10 @@ constexpr double SLICE_SECONDS = 0.02;   // another thread may have taken the co
 constexpr double SECONDS_MAX = 3600;
 constexpr int GENERATION_SHIFT = 40;   // of a number to wait for: 10^12 pieces of one pair of queues
 
-std::string text_of(int error) { return std::generic_category().message(error); }
-
 Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::clamp(seconds, 0.0, SECONDS_MAX)));
 }
 double left(Clock::time_point end) { return std::chrono::duration<double>(end - Clock::now()).count(); }
-
-// Not in every libibverbs that serves otherwise: rdma-core has it from 34 on.
-using RegDmaBuf = ibv_mr* (*)(ibv_pd*, uint64_t offset, size_t length, uint64_t address, int fd, int access);
-RegDmaBuf reg_dma_buf() {
-  void* library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);   // open already: one more reference to it, never given back
-  return library ? reinterpret_cast<RegDmaBuf>(dlsym(library, "ibv_reg_dmabuf_mr")) : nullptr;
-}
 }  // namespace
 
 Loopback::Loopback(const std::string& device) : device_(verbs::Device::open(device)) { connect(); }
@@ -54,8 +43,6 @@ Loopback::~Loopback() {
   settle(0);
   near_.reset();
   far_.reset();
-  for (auto& [id, region] : regions_)
-    if (region.dma_buf) verbs::library().dereg_mr(region.dma_buf);
 }
 
 uint32_t Loopback::keep(Region region) {
@@ -65,24 +52,18 @@ uint32_t Loopback::keep(Region region) {
 }
 
 uint32_t Loopback::add(uint64_t address, uint64_t bytes, bool writable) {
-  auto plain = std::make_unique<verbs::Region>(device_, reinterpret_cast<void*>(address), bytes, writable ? ACCESS : 0);
-  return keep(Region{address, bytes, writable, std::move(plain)});
+  auto memory = std::make_unique<verbs::Region>(device_, reinterpret_cast<void*>(address), bytes, writable ? ACCESS : 0);
+  return keep(Region{address, bytes, writable, std::move(memory)});
 }
 
 uint32_t Loopback::add_dma_buf(int fd, uint64_t bytes, uint64_t address) {
-  const std::string what = "registering a dma-buf with " + device_->name;
-  const RegDmaBuf reg = reg_dma_buf();
-  if (!reg) throw verbs::Fault("E148", what, "libibverbs.so.1 has no ibv_reg_dmabuf_mr", "rdma-core 34 or later, or nvidia-peermem");
-  ibv_mr* mr = reg(device_->pd, 0, bytes, address, fd, ACCESS);
-  if (!mr) throw verbs::Fault("E148", what, text_of(errno), "another kernel or driver of the device, or nvidia-peermem");
-  return keep(Region{address, bytes, true, nullptr, mr});
+  return keep(Region{address, bytes, true, verbs::Region::of_dma_buf(device_, fd, bytes, address, ACCESS)});
 }
 
 void Loopback::remove(uint32_t region) {
   std::lock_guard lock(mutex_);
   Region& found = regions_.at(region);
-  if (found.dma_buf && verbs::library().dereg_mr(found.dma_buf)) throw verbs::Fault("E148", device_->name, "keeps a dma-buf registered");
-  if (found.plain && !found.plain->close()) throw verbs::Fault("E148", device_->name, "keeps memory registered");
+  if (!found.memory->close()) throw verbs::Fault("E148", device_->name, "keeps memory registered");
   regions_.erase(region);
 }
 
@@ -110,7 +91,7 @@ uint64_t Loopback::copy(uint32_t from, uint32_t to, std::span<const Piece> piece
     ibv_sge sge[SIGNAL_EVERY];
     for (size_t i = 0; i < count; i++) {
       const Piece& p = pieces[at + i];
-      sge[i] = {p.from, uint32_t(p.bytes), source.mr()->lkey};
+      sge[i] = {p.from, uint32_t(p.bytes), source.memory->lkey()};
       wr[i] = {};
       wr[i].wr_id = posted_ + i + 1;
       wr[i].next = i + 1 < count ? &wr[i + 1] : nullptr;
@@ -119,7 +100,7 @@ uint64_t Loopback::copy(uint32_t from, uint32_t to, std::span<const Piece> piece
       wr[i].opcode = IBV_WR_RDMA_WRITE;
       wr[i].send_flags = i + 1 == count ? unsigned(IBV_SEND_SIGNALED) : 0u;   // of each chain the last, so one in SIGNAL_EVERY at least
       wr[i].wr.rdma.remote_addr = p.to;
-      wr[i].wr.rdma.rkey = target.mr()->rkey;
+      wr[i].wr.rdma.rkey = target.memory->rkey();
     }
     if (!near_->post_send(wr)) {
       posted_ += count;   // some may have been taken: only a reset tells that they are over
@@ -188,27 +169,6 @@ bool Loopback::settle(double seconds) {
 }
 
 namespace {
-namespace nb = nanobind;
-using nb::literals::operator""_a;
-
-[[noreturn]] void raise(const verbs::Fault& fault) {
-  const char* error = std::string_view(fault.code) == "E148" ? "Unreachable" : "ConfigError";
-  nb::object type = nb::module_::import_("kvstore.errors").attr(error);
-  PyErr_SetObject(type.ptr(), nb::object(type(fault.code, fault.place.c_str(), fault.cause.c_str(), fault.fix.c_str())).ptr());
-  throw nb::python_error();
-}
-
-// Runs without the GIL; faults of verbs become those of kvstore.errors.
-template <class F>
-auto freely(F work) {
-  try {
-    nb::gil_scoped_release release;
-    return work();
-  } catch (const verbs::Fault& fault) {
-    raise(fault);
-  }
-}
-
 using Pieces = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 }  // namespace
 

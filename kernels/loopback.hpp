@@ -50,9 +50,7 @@ class Loopback {
   struct Region {
     uint64_t address, bytes;
     bool writable;
-    std::unique_ptr<verbs::Region> plain;   // or:
-    ibv_mr* dma_buf = nullptr;
-    ibv_mr* mr() const { return plain ? plain->mr() : dma_buf; }
+    std::unique_ptr<verbs::Region> memory;
   };
   void connect();
   void take_completions();

@@ -254,6 +254,28 @@ Region::Region(std::shared_ptr<Device> device, void* at, uint64_t bytes, int acc
   device_->registered_bytes += bytes_;
 }
 
+Region::Region(std::shared_ptr<Device> device, ibv_mr* mr, uint64_t bytes) : device_(std::move(device)), mr_(mr), bytes_(int64_t(bytes)) {
+  device_->registered_bytes += bytes_;
+}
+
+namespace {
+// Not in every libibverbs that serves otherwise: rdma-core has it from 34 on.
+using RegDmaBuf = ibv_mr* (*)(ibv_pd*, uint64_t offset, size_t length, uint64_t address, int fd, int access);
+RegDmaBuf reg_dma_buf() {
+  void* handle = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);   // open already: one more reference to it, never given back
+  return handle ? reinterpret_cast<RegDmaBuf>(dlsym(handle, "ibv_reg_dmabuf_mr")) : nullptr;
+}
+}  // namespace
+
+std::unique_ptr<Region> Region::of_dma_buf(std::shared_ptr<Device> device, int fd, uint64_t bytes, uint64_t address, int access, ibv_pd* pd) {
+  const std::string what = "registering a dma-buf with " + device->name;
+  const RegDmaBuf reg = reg_dma_buf();
+  if (!reg) throw Fault("E148", what, "libibverbs.so.1 has no ibv_reg_dmabuf_mr", "rdma-core 34 or later, or nvidia-peermem");
+  ibv_mr* mr = reg(pd ? pd : device->pd, 0, bytes, address, fd, access);
+  if (!mr) throw Fault("E148", what, error_text(errno), "another kernel or driver of the device, or nvidia-peermem");
+  return std::unique_ptr<Region>(new Region(std::move(device), mr, bytes));
+}
+
 bool Region::close() {
   if (!mr_) return true;
   if (library().dereg_mr(mr_)) return false;

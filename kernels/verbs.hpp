@@ -96,6 +96,8 @@ class Region {
  public:
   // access: IBV_ACCESS_* bits. E147, E148. Takes time with the size: not on a path that somebody waits for.
   Region(std::shared_ptr<Device> device, void* at, uint64_t bytes, int access, ibv_pd* pd = nullptr);
+  // Of a dma-buf, whose first byte others know by `address`. E148, also where library, kernel or device know none.
+  static std::unique_ptr<Region> of_dma_buf(std::shared_ptr<Device> device, int fd, uint64_t bytes, uint64_t address, int access, ibv_pd* pd = nullptr);
   ~Region();
   Region(const Region&) = delete;
   bool close();   // false: the device refuses
@@ -104,6 +106,7 @@ class Region {
   uint32_t rkey() const { return mr_->rkey; }
 
  private:
+  Region(std::shared_ptr<Device> device, ibv_mr* mr, uint64_t bytes);
   std::shared_ptr<Device> device_;
   ibv_mr* mr_ = nullptr;
   int64_t bytes_ = 0;

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -330,6 +330,18 @@ class Client:
         load.span = span
         self._counters.load_began()
         return load
+
+    @property
+    def placements(self) -> Mapping[int, Placement]:
+        """Who holds what, by the epoch it was written in."""
+        return self._placements
+
+    def check_direct(self, ticket: Ticket, blocks: range | None) -> range:
+        """The blocks that a read past this client (kvstore/client/direct.py) may ask for; none of an expired ticket. Raises MisuseError or
+        Closed where load would."""
+        wanted = checked_blocks(ticket, blocks)
+        self.check_load(ticket, "lazy")
+        return range(0) if ticket.expired(self.clock.wall_time()) else wanted
 
     def check_load(self, ticket: Ticket, hedge: Hedge) -> None:
         """Raises MisuseError or Closed where begin_load would."""

@@ -46,7 +46,7 @@ class Load:
         self._block_bytes = rows.shape[1]
         self._result: LoadResult | None = None
         self._cancelled = False
-        spans, which = _spans(ticket, blocks)
+        spans, which = spans_of(ticket, blocks)
         extents = ticket.extents[which]
         self.counts: list[int] = spans[:, 1].tolist()  # blocks of each extent
         extent_keys = np.ascontiguousarray(extents["extent_key"])
@@ -146,7 +146,7 @@ def checked_blocks(ticket: Ticket, blocks: range | None) -> range:
     return blocks
 
 
-def _spans(ticket: Ticket, blocks: range) -> tuple[U32, I32]:
+def spans_of(ticket: Ticket, blocks: range) -> tuple[U32, I32]:
     """(first block in the extent, blocks, row of the destination) of each extent that the range touches, and which extents they are."""
     spans: list[tuple[int, int, int]] = []
     which: list[int] = []

@@ -520,3 +520,43 @@ class Loopback:
     def device_name(self) -> str: ...
     @property
     def registered_bytes(self) -> int: ...
+
+# --- direct.cpp: memory of others that nodes write to. ConfigError E145 to E147, Unreachable E148; IndexError for a part outside of it.
+
+class DirectZone:
+    """Any thread. `device`: a name, or "auto". `add` or `add_dma_buf` once."""
+
+    def __init__(self, device: str = "auto") -> None: ...
+    def add(self, address: int, size_bytes: int) -> None:
+        """Registers it. A GPU's address works where nvidia-peermem is loaded."""
+
+    def add_dma_buf(self, descriptor: int, size_bytes: int, address: int) -> None:
+        """The same of a dma-buf, whose first byte others know by `address`."""
+
+    def link(self, address: int, size_bytes: int, credits: int) -> DirectLink:
+        """A queue pair whose peer may write to that part of it, and tell of `credits` items. E148: an earlier one could not be fenced."""
+
+    def close(self) -> bool:
+        """Lets the memory go. False: links are left, or the device refuses."""
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def registered_bytes(self) -> int: ...
+    @property
+    def queue_pairs(self) -> int: ...
+
+class DirectLink:
+    """One thread at a time."""
+
+    def address(self) -> bytes:
+        """The body of a VERBS_OPEN."""
+
+    def connect(self, peer: bytes) -> None:
+        """`peer`: the body of its answer. From here on the node may write."""
+
+    def take(self, seconds: float) -> list[int]:
+        """Immediates that have come, in host order; waits `seconds` for the first. E148: the queue pair is at its end."""
+
+    def fence(self) -> bool:
+        """Nothing more is written through it when this is True. False: the device refuses, and the memory is lost."""

@@ -6,16 +6,16 @@ a dma-buf where the GPU exports one and libibverbs, kernel and NIC take it, else
 
 from __future__ import annotations
 
-import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvstore.client.movers.interface import DoneEvent, Event, Mover, held_in, poll_until, torch_cuda
-from kvstore.client.movers.libcuda import LibCuda
+from kvstore.client.movers.registering import Registered, register_gpu
 from kvstore.client.native import U8
-from kvstore.errors import ConfigError, DeadlineExceeded, KvstoreError
+from kvstore.errors import DeadlineExceeded
 from kvstore.kernels._native import Loopback
 
 if TYPE_CHECKING:
@@ -35,40 +35,14 @@ class LoopbackMover(Mover):
         self._memories: list[U8] = []
         self._regions: list[int] = []  # of each
         extent = (self.pages_count - 1) * self.page_stride + self.row_bytes
-        self._cuda: LibCuda | None = None
-        self.flushes = False
+        self._gpu: Registered[int] | None = None
         if self.device == "cpu":
             self.registration = "host"
             self._pages_region = self._core.add(self.address, extent, True)
         else:
-            self._register_gpu(extent)
-
-    def _register_gpu(self, extent: int) -> None:
-        try:
-            torch_cuda().mem_get_info(self.device)  # makes the GPU's context this thread's
-            self._cuda = LibCuda()
-            gpu = self._cuda.gpu(int(self.device.partition(":")[2] or 0))
-        except OSError as error:
-            raise ConfigError("E156", "mover loopback", str(error), "install NVIDIA's driver") from None
-        self.flushes = not gpu.writes_ordered
-        why = "the GPU exports no dma-buf"
-        if gpu.dma_buf:
-            try:
-                descriptor, base, size = self._cuda.dma_buf(self.address)
-                try:
-                    self._pages_region = self._core.add_dma_buf(descriptor, size, base)
-                finally:
-                    os.close(descriptor)  # the registration holds what it needs
-                self.registration = "dma-buf"
-                return
-            except KvstoreError as error:
-                why = f"dma-buf: {error.cause}"
-        try:
-            self._pages_region = self._core.add(self.address, extent, True)
-            self.registration = "nvidia-peermem"
-        except KvstoreError as error:
-            fix = "kvstore doctor shows what is missing; or use mover cuda"
-            raise ConfigError("E156", "mover loopback", f"{why}; by address: {error.cause}", fix) from None
+            add = partial(self._core.add, writable=True)
+            self._gpu = register_gpu("mover loopback", self.device, self.address, extent, self._core.add_dma_buf, add)
+            self._pages_region, self.registration = self._gpu.region, self._gpu.way
 
     def adopt(self, memory: U8) -> None:
         self._regions.append(self._core.add(int(memory.ctypes.data), memory.nbytes, bool(memory.flags.writeable)))
@@ -76,16 +50,15 @@ class LoopbackMover(Mover):
 
     def _way(self, rows: U8, places: np.ndarray[Any, np.dtype[np.int64]], to_device: bool) -> _Writes:
         before = None
-        if self._cuda is not None:  # a NIC does not know of streams: what the caller's was told is waited for here
+        if self._gpu is not None:  # a NIC does not know of streams: what the caller's was told is waited for here
             before = torch_cuda().Event()
             before.record(torch_cuda().current_stream(self.device))
         return _Writes(self, rows, places, to_device, before)
 
     def flush(self) -> None:
         """After the NIC is done, where the GPU needs it before kernels see what was written."""
-        if self._cuda is not None and self.flushes:
-            torch_cuda().mem_get_info(self.device)  # makes the GPU's context this thread's
-            self._cuda.flush_rdma_writes()
+        if self._gpu is not None:
+            self._gpu.flush(self.device)
 
     def close(self) -> None:
         if not self._closed:

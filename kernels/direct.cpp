@@ -1,0 +1,164 @@
+// DirectZone: see direct.hpp. The module's face is at the end.
+#include "direct.hpp"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+#include <arpa/inet.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+
+#include "verbs_bind.hpp"
+#include "verbs_library.hpp"
+
+namespace kv {
+
+namespace {
+constexpr int ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+constexpr double SECONDS_MAX = 3600;
+}  // namespace
+
+std::shared_ptr<DirectZone> DirectZone::open(const std::string& name) {
+  std::shared_ptr<DirectZone> zone(new DirectZone(verbs::Device::open(name)));
+  zone->pd_ = verbs::library().alloc_pd(zone->device->context);
+  if (!zone->pd_) throw verbs::Fault("E148", zone->device->name + ": protection domain", std::generic_category().message(errno), "load through host memory");
+  return zone;
+}
+
+DirectZone::~DirectZone() { close(); }
+
+void DirectZone::add(uint64_t address, uint64_t bytes) {
+  if (region_) throw std::logic_error("a zone has one memory");
+  region_ = std::make_unique<verbs::Region>(device, reinterpret_cast<void*>(address), bytes, ACCESS, pd_);
+  address_ = address;
+  bytes_ = bytes;
+}
+
+void DirectZone::add_dma_buf(int fd, uint64_t bytes, uint64_t address) {
+  if (region_) throw std::logic_error("a zone has one memory");
+  region_ = verbs::Region::of_dma_buf(device, fd, bytes, address, ACCESS, pd_);
+  address_ = address;
+  bytes_ = bytes;
+}
+
+std::unique_ptr<DirectLink> DirectZone::link(uint64_t address, uint64_t bytes, uint32_t credits) {
+  if (!region_ || bytes == 0 || bytes > wire::VERBS_ZONE_BYTES_MAX || bytes > bytes_ || address < address_ || address - address_ > bytes_ - bytes)
+    throw std::out_of_range("not a part of what was registered, or too large");
+  if (lost) throw verbs::Fault("E148", device->name, "a link to this memory could not be fenced", "register other memory, and never use this again");
+  return std::make_unique<DirectLink>(shared_from_this(), address, bytes, credits);
+}
+
+bool DirectZone::close() {
+  if (links) return false;
+  if (region_ && !region_->close()) return false;
+  region_.reset();
+  if (pd_ && verbs::library().dealloc_pd(pd_)) return false;
+  pd_ = nullptr;
+  return true;
+}
+
+DirectLink::DirectLink(std::shared_ptr<DirectZone> zone, uint64_t address, uint64_t bytes, uint32_t credits)
+    : zone_(std::move(zone)), at_(address), bytes_(bytes) {
+  endpoint_ = std::make_unique<verbs::Endpoint>(zone_->device, verbs::Depths{1, credits}, IBV_ACCESS_REMOTE_WRITE, zone_->pd_);
+  credits_ = endpoint_->depths.receives;
+  zone_->links++;
+}
+
+DirectLink::~DirectLink() {
+  if (fence()) return;
+  endpoint_.reset();
+  zone_->links--;
+}
+
+verbs::Endpoint& DirectLink::endpoint() const {
+  if (!endpoint_ || fenced_) throw verbs::Fault("E148", zone_->device->name, "the link is fenced", "open another");
+  return *endpoint_;
+}
+
+wire::VerbsOpen DirectLink::address() const {
+  wire::VerbsOpen out = endpoint().address();
+  out.credits = credits_;
+  out.zone_addr = at_;
+  out.zone_bytes = bytes_;
+  out.rkey = zone_->region_->rkey();
+  return out;
+}
+
+void DirectLink::connect(const wire::VerbsOpen& peer) {
+  std::string why;
+  if (!verbs::valid_peer(peer, false)) why = "the node's address is none";
+  else if (!endpoint().post_receives(credits_)) why = "receive requests are refused";
+  else if (endpoint().connect(peer, why)) return;
+  throw verbs::Fault("E148", zone_->device->name, why, "load through host memory");
+}
+
+std::vector<uint32_t> DirectLink::take(double seconds) {
+  std::vector<uint32_t> found;
+  auto broken = [this](const std::string& why) { return verbs::Fault("E148", zone_->device->name, why, "load through host memory"); };
+  verbs::Endpoint& end = endpoint();
+  for (int turn = 0; turn < 2; turn++) {
+    if (!end.listen()) throw broken("the completion queue is broken");
+    ibv_wc done[64];
+    for (int n; (n = end.poll(done, 64)) != 0;) {
+      if (n < 0) throw broken("the completion queue is broken");
+      for (int i = 0; i < n; i++) {
+        if (done[i].status != IBV_WC_SUCCESS || done[i].opcode != IBV_WC_RECV_RDMA_WITH_IMM)
+          throw broken("the queue pair failed with status " + std::to_string(done[i].status));
+        found.push_back(ntohl(done[i].imm_data));
+      }
+      if (!end.post_receives(uint32_t(n))) throw broken("receive requests are refused");
+    }
+    if (!found.empty() || turn) break;
+    pollfd waiting{end.fd(), POLLIN, 0};
+    ::poll(&waiting, 1, int(std::clamp(seconds, 0.0, SECONDS_MAX) * 1000));
+  }
+  return found;
+}
+
+bool DirectLink::fence() {
+  if (fenced_) return fence_fine_;
+  fenced_ = true;
+  fence_fine_ = endpoint_->reset();
+  if (!fence_fine_) return zone_->lost = true, false;
+  endpoint_.reset();
+  zone_->links--;
+  return true;
+}
+
+}  // namespace kv
+
+void bind_direct(nanobind::module_& m) {
+  using namespace kv;
+  nb::class_<DirectLink>(m, "DirectLink")
+      .def("address",
+           [](const DirectLink& l) {
+             const wire::VerbsOpen mine = l.address();
+             return nb::bytes(&mine, sizeof mine);
+           })
+      .def("connect",
+           [](DirectLink& l, nb::bytes peer) {
+             wire::VerbsOpen there;
+             if (peer.size() != sizeof there) throw std::out_of_range("not the body of a VERBS_OPEN");
+             std::memcpy(&there, peer.data(), sizeof there);
+             freely([&] { l.connect(there); });
+           },
+           "peer"_a)
+      .def("take", [](DirectLink& l, double seconds) { return freely([&] { return l.take(seconds); }); }, "seconds"_a)
+      .def("fence", [](DirectLink& l) { return freely([&] { return l.fence(); }); });
+  nb::class_<DirectZone>(m, "DirectZone")
+      .def(nb::new_([](const std::string& device) { return freely([&] { return DirectZone::open(device); }); }), "device"_a = "auto")
+      .def("add", [](DirectZone& z, uint64_t address, uint64_t bytes) { freely([&] { z.add(address, bytes); }); }, "address"_a, "size_bytes"_a)
+      .def("add_dma_buf", [](DirectZone& z, int fd, uint64_t bytes, uint64_t address) { freely([&] { z.add_dma_buf(fd, bytes, address); }); },
+           "descriptor"_a, "size_bytes"_a, "address"_a)
+      .def("link",
+           [](DirectZone& z, uint64_t address, uint64_t bytes, uint32_t credits) { return freely([&] { return z.link(address, bytes, credits); }); },
+           "address"_a, "size_bytes"_a, "credits"_a)
+      .def("close", [](DirectZone& z) { return freely([&] { return z.close(); }); })
+      .def_prop_ro("device_name", [](const DirectZone& z) { return z.device->name; })
+      .def_prop_ro("registered_bytes", [](const DirectZone& z) { return z.device->registered_bytes.load(); })
+      .def_prop_ro("queue_pairs", [](const DirectZone& z) { return z.device->queue_pairs.load(); });
+}

@@ -1,0 +1,164 @@
+"""Bodies written straight into registered memory (kvstore/client/direct.py, path B of docs/GPU.md), host RAM in the place of a GPU's.
+
+Only the registration is another for a GPU. Kernels run in Triton's interpreter (long: torch takes a guest minutes to import).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from client_tools import NO_REUSE, SMALL, V41, Blocks, bytes_of, chain, store, until, until_whole, whole_ticket
+from faultpeer import Item, PeerCluster
+from verbs.nodes import cluster
+
+from kvstore import record, wire
+from kvstore.client import Client, LoadOutcome
+from kvstore.client.direct import DirectMemory, DirectRead
+from kvstore.errors import LayoutError, MisuseError
+from kvstore.keys import Keys
+from kvstore.layout import Layout
+
+BLOCKS = 70  # two extents
+WAIT_SECONDS = 100.0
+
+
+def zone_of(blocks: int, layout: Layout) -> Blocks:
+    """Room for all bodies of so many blocks, with what must not be taken for bytes that arrived."""
+    return np.full(2 * blocks * layout.block_bytes + (1 << 20), 0xEE, np.uint8)
+
+
+def assert_bodies(arrived: DirectRead, data: Blocks) -> None:
+    """Every body that is said to be there has its sums, and data shards have the bytes that were stored."""
+    client, planes = arrived.client, arrived.client.layout.planes(10)
+    for number, extent in enumerate(arrived.extents):
+        for plane, shape in enumerate(planes):
+            shards, bodies = arrived.shards[number][plane], arrived.bodies(number, plane)
+            for shard in shards:
+                item = wire.decode_item(bodies[shard].tobytes(), extent.blocks)
+                for b in range(extent.blocks):
+                    piece = item.pieces[b * shape.shard_bytes : (b + 1) * shape.shard_bytes]
+                    place = (client.owner, extent.extent_key, extent.write_id, shard, plane, extent.first_block + b)
+                    assert item.sums[b] == record.piece_sum(*place, piece)
+                    if shard < 10:
+                        at = shape.offset_bytes + shard * shape.shard_bytes
+                        real = data[arrived.begin + extent.row + b, at : min(at + shape.shard_bytes, shape.offset_bytes + shape.bytes)]
+                        assert piece[: len(real)] == real.tobytes()
+
+
+def test_bodies_lie_in_the_callers_memory_and_links_leave_nothing(tmp_path: Path) -> None:
+    with cluster(tmp_path) as (nodes, map_, _), Client(map_, layout=V41, config=NO_REUSE) as client:
+        keys = chain(BLOCKS, V41)
+        data = store(client, keys)
+        until_whole(client, keys)
+        with DirectMemory(zone_of(BLOCKS, V41), "rxe1") as memory:
+            assert memory.registration == "host"
+            for blocks in (None, range(3, 66)):
+                with memory.read(client, whole_ticket(client, keys), blocks=blocks, deadline_seconds=WAIT_SECONDS) as arrived:
+                    assert arrived.outcome is LoadOutcome.COMPLETE
+                    assert all(len(shards) >= 10 for planes in arrived.shards for shards in planes)
+                    assert_bodies(arrived, data)
+                    assert memory._core.queue_pairs == 0  # the fence
+            assert memory._core.registered_bytes >= len(memory.zone)
+        until(lambda: all(node.stats["verbs_queue_pairs"] == 0 for node in nodes), "all queue pairs are gone")
+        assert client.stats()["read_bytes_tcp"] == 0
+
+
+@pytest.fixture
+def peers() -> Iterator[tuple[PeerCluster, Client, Keys, Blocks]]:
+    with PeerCluster() as made, Client(made.map, layout=SMALL, config=NO_REUSE) as client:
+        keys = chain(20, SMALL)
+        data = store(client, keys)
+        client.flush()
+        yield made, client, keys, data
+
+
+def test_who_is_late_is_fenced_off_and_writes_into_nothing(peers: tuple[PeerCluster, Client, Keys, Blocks]) -> None:
+    """Row 23: two nodes answer when the memory has a new owner."""
+    made, client, keys, data = peers
+    gate, passed = made.gate(), [threading.Event(), threading.Event()]
+    ticket = whole_ticket(client, keys)
+    late = [peer for peer in made.peers if any({2, 11} & set(shards) for shards in peer.records.values())]
+
+    def held(event: threading.Event) -> object:
+        async def rule(_: Item) -> None:
+            await gate.wait()
+            event.set()
+
+        return rule
+
+    for peer, event in zip(late, passed, strict=True):
+        peer.item_rule = held(event)
+    with DirectMemory(zone_of(20, SMALL), "rxe1") as memory, DirectMemory(zone_of(20, SMALL), "rxe1") as other:
+        with memory.read(client, ticket, deadline_seconds=WAIT_SECONDS) as arrived:
+            assert arrived.outcome is LoadOutcome.COMPLETE
+            assert all({2, 11}.isdisjoint(shards) for planes in arrived.shards for shards in planes)
+            assert_bodies(arrived, data)
+        memory.zone[:] = 0x5A
+        gate.open()
+        until(lambda: all(event.is_set() for event in passed), "the late answers")
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), made.loop).result(WAIT_SECONDS)  # posted by now
+        for peer in late:
+            peer.item_rule = None
+        with other.read(client, whole_ticket(client, keys), deadline_seconds=WAIT_SECONDS) as again:  # what comes after them comes
+            assert again.outcome is LoadOutcome.COMPLETE
+        assert (memory.zone == 0x5A).all()
+
+
+def test_what_nobody_sends_ends_at_the_deadline_and_what_does_not_fit_before(peers: tuple[PeerCluster, Client, Keys, Blocks]) -> None:
+    made, client, keys, _ = peers
+    gate = made.gate()
+
+    async def hold(_: Item) -> None:
+        await gate.wait()
+
+    for peer in made.peers:
+        peer.item_rule = hold
+    ticket = whole_ticket(client, keys)
+    with DirectMemory(np.zeros(1000, np.uint8), "rxe1") as small, pytest.raises(LayoutError, match="E508"):
+        small.read(client, ticket)
+    with DirectMemory(zone_of(20, SMALL), "rxe1") as memory:
+        with memory.read(client, ticket, deadline_seconds=3.0) as arrived:
+            assert arrived.outcome is LoadOutcome.TIMEOUT
+            assert not any(shards for planes in arrived.shards for shards in planes)
+            with pytest.raises(MisuseError, match="E518"):
+                memory.read(client, ticket)
+        gate.open()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_kernels_bring_what_arrived_into_pages_past_wrong_pieces(peers: tuple[PeerCluster, Client, Keys, Blocks]) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    from kvstore.kernels.gpu import Outcome, PageTable, Part
+
+    made, client, keys, data = peers
+
+    async def flip(item: Item) -> bytes:
+        return item.body[:-1] + bytes([item.body[-1] ^ 1])
+
+    wrong = next(peer for peer in made.peers if any(4 in shards for shards in peer.records.values()))
+    wrong.item_rule = flip
+    lost = next(peer for peer in made.peers if any(0 in shards for shards in peer.records.values()))
+    lost.records.clear()
+    part = Part(0, 1, SMALL.block_bytes)
+    pages = torch.zeros((24, 1, SMALL.block_bytes), dtype=torch.uint8)
+    table = np.random.default_rng(3).permutation(24)[:20]
+    with (
+        DirectMemory(torch.from_numpy(zone_of(20, SMALL)), "rxe1") as memory,
+        memory.read(client, whole_ticket(client, keys), deadline_seconds=WAIT_SECONDS, every=True) as arrived,
+    ):
+        for row, landed in arrived.land(0):
+            assert set(landed.outcomes) == {Outcome.REBUILT}
+            assert landed.wrong_pieces == ((19, 4),)
+            landed.scatter(part, pages, PageTable(table.tolist(), 24, "cpu"), first_row=row)
+    assert np.array_equal(pages.numpy()[table, 0], bytes_of(keys, SMALL))
+    assert np.array_equal(data, bytes_of(keys, SMALL))
+    assert not pages.numpy()[np.setdiff1d(np.arange(24), table)].any()
