@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import random
 import subprocess
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import pyverbs.enums as e
-from server_tools import InProcess, extent_of, make_record, serving, until
+from server_tools import CACHESTAT, InProcess, extent_of, make_record, serving, until
 from verbs.peer import End
 from verbs.reader import Reader, body_bytes, items_of
 
@@ -159,6 +161,26 @@ def test_the_direct_engine_answers_from_its_registered_memory(tmp_path: Path) ->
             for item in items:
                 reader.assert_holds(item, records[item.extent])
         assert node.stats["reads_direct"] > 0
+
+
+def has_cachestat() -> bool:
+    ctypes.set_errno(0)
+    ctypes.CDLL(None, use_errno=True).syscall(CACHESTAT, -1, None, None, 0)
+    return ctypes.get_errno() != errno.ENOSYS
+
+
+@pytest.mark.skipif(has_cachestat(), reason="this kernel has cachestat")
+def test_where_the_kernel_has_no_cachestat_auto_says_so_and_reads_through_the_page_cache(tmp_path: Path) -> None:
+    r = make_record(14, blocks=48)
+    with serving((SHARE or tmp_path) / "auto", rdma_device="rxe0", io="auto") as node:
+        assert node.server.io == "buffered"
+        assert "cachestat" in node.server.io_note
+        node.write(r)
+        with Reader(node, zone_bytes=2 << 20) as reader:
+            reader.ask([extent_of(r)], items_of([r]))
+            assert reader.answers(4) == [Status.OK] * 4
+            for item in items_of([r]):
+                reader.assert_holds(item, r)
 
 
 @pytest.mark.parametrize(
