@@ -15,6 +15,9 @@ demo:           ## a 12-node cluster on a real trace, two nodes killed, every by
 test: setup     ## all tests; SIZE=full runs the long ones too; ARGS goes to pytest
 	@$(PY) -m pytest -n 2 --dist worksteal --durations=20 $(ARGS)
 
+sanitize: setup ## the native core under ASan with UBSan and under TSan: the store, the window directory, RDMA in a guest (an hour)
+	@SIZE=full $(PY) -m pytest tests/test_store_sanitized.py tests/test_directory_sanitized.py tests/test_verbs_sanitized.py $(ARGS)
+
 check: setup    ## style, types, warnings as errors, generated files
 	@scripts/check
 
@@ -28,5 +31,5 @@ bench: setup    ## measures what docs/PERFORMANCE.md promises, writes bench-resu
 wheel: setup    ## a wheel in wheelhouse/ that needs no compiler, tried in an empty environment
 	@scripts/build-wheel
 
-.PHONY: help setup demo test check format bench wheel
+.PHONY: help setup demo test sanitize check format bench wheel
 .DEFAULT_GOAL := help

@@ -15,14 +15,16 @@
 namespace {
 using namespace kv;
 
+int cycle = 0;
+
 [[noreturn]] void fail(const std::string& what) {
-  std::fprintf(stderr, "%s\n", what.c_str());
+  std::fprintf(stderr, "cycle %d: %s\n", cycle, what.c_str());
   std::exit(1);
 }
 
-ibv_wc wait_for_one(verbs::Endpoint& end) {
+ibv_wc wait_for_one(verbs::Endpoint& end, verbs::Endpoint* sender = nullptr) {
   ibv_wc wc;
-  for (int i = 0; i < 200; i++) {
+  for (int i = 0; i < 3000; i++) {   // five minutes: an emulated clock leaps beside other work
     const int n = end.poll(&wc, 1);
     if (n < 0) fail("the completion queue is broken");
     if (n == 1) return wc;
@@ -30,7 +32,8 @@ ibv_wc wait_for_one(verbs::Endpoint& end) {
     poll(&p, 1, 100);
     if (!end.listen()) fail("the completion channel is broken");
   }
-  fail("no completion");
+  if (!sender) fail("no completion");
+  fail("no completion; of the sender: " + (sender->poll(&wc, 1) == 1 ? "status " + std::to_string(wc.status) : std::string("none either")));
 }
 
 int64_t status_kib(const char* name) {
@@ -68,6 +71,7 @@ int main(int argc, char** argv) {
     };
     Held before{};
     for (int i = 0; i < cycles; i++) {
+      cycle = i;
       auto landing = verbs::Landing::create(pool, 16);
       if (!landing) fail("no zone");
       auto end = std::make_unique<verbs::Endpoint>(daemon, verbs::Depths{16, 1}, 0);
@@ -91,7 +95,7 @@ int main(int argc, char** argv) {
       wr.wr.rdma.remote_addr = landing->address().zone_addr;
       wr.wr.rdma.rkey = landing->address().rkey;
       if (!end->post_send(&wr)) fail("the write is not taken");
-      const ibv_wc told = wait_for_one(landing->endpoint());
+      const ibv_wc told = wait_for_one(landing->endpoint(), end.get());
       if (told.status != IBV_WC_SUCCESS || told.opcode != IBV_WC_RECV_RDMA_WITH_IMM || told.imm_data != uint32_t(i)) fail("not what was written");
       const uint8_t* zone = landing->zone();
       if (zone[0] != (i & 0xff) || zone[bytes - 1] != (i & 0xff) || zone[bytes] != 0x5a) fail("wrong bytes");
