@@ -735,6 +735,16 @@ def test_a_drain_to_nobody_ends_all_the_same(site: Site, tmp_path: Path) -> None
         assert "1 window entries and 0 handoffs are lost, not moved to 127.0.0.1:1: unreachable" in agent.log.read_text()
 
 
+def test_an_agent_that_is_to_give_to_itself_knows_nobody(site: Site, tmp_path: Path) -> None:
+    with agent_of(site.cluster.map_path, tmp_path / "a.sock", *LIMITS, "--handoffs", "1MiB") as agent:
+        with WorkerAgent(agent.socket, layout=V41) as worker:
+            assert worker.keep_window(chain(2, V41), 256, b"entry")
+            own = json.dumps({"seconds": 30, "to": agent.status()["addresses"][0]}).encode()
+            told = json.loads(control(str(agent.socket), Kind.DRAIN, own, 40))
+        assert (told["windows_left"], told["windows_why"]) == (1, "no other agent is known")
+        assert agent.end() == 0
+
+
 def test_a_drain_finds_a_living_agent_by_itself_or_says_what_is_lost(site: Site, tmp_path: Path, directory: str) -> None:
     """Of three one is killed: the directory may still name it. The last one has nobody to give to."""
     keys = chain(2, V41)

@@ -435,7 +435,7 @@ class AgentProcess:
             for agent in self.agents:
                 taker, held = self._takers[agent], agent.windows.stats().entries
                 if held or taker.waiting:
-                    places = [to] if to else _named(agent, end)
+                    places = [place for place in ([to] if to else _named(agent, end)) if place != agent.address]
                     forwarding = pool.submit(taker.forward, agent.peers, places, end)
                     begun.append((places, pool.submit(move_windows, agent, places, end), forwarding))
         for places, moving, forwarding in begun:
