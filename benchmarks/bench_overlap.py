@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.bench_engine import WARM, rounds_of
 from benchmarks.engine_rig import ask, big, cluster_beside, model_of, one_thread, settled, text
 from benchmarks.harness import Bench, Figure, at_least, interleaved, measures, ratio_of_medians, spread
-from benchmarks.overlap import PREFILL, Overlap, allowed
+from benchmarks.overlap import KINDS, PREFILL, Overlap, allowed
 from kvstore.client import PlaneReady
 from kvstore.client.agent.agent import Agent
 from kvstore.client.load import Load
@@ -25,14 +25,16 @@ ENGINE_TOKENS = 16_384
 @measures("overlap_hidden_share")
 def hidden_share(bench: Bench) -> dict[str, Figure]:
     smoke, figures = bench.scale.name == "smoke", {}
-    with ExitStack() as stack:
-        overlap = Overlap(bench, stack)
-        for ratio in BARRED_RATIOS if not smoke else BARRED_RATIOS[:1]:
-            rounds, warm_up = (bench.scale.rounds, 2) if not smoke else (1, 0)
-            times = overlap.times(PREFILL, ratio, rounds, warm_up)
-            note = f"{times.note(PREFILL)}; the planes allow {allowed(PREFILL, ratio):.2f}"
-            note += "; load and compute on a processor each" if overlap.apart else "; load and compute on one processor"
-            figures[f"overlap_hidden_share.{ratio:g}"] = Figure(times.hidden(times.streamed), at_least(BAR if not smoke else -99), note)
+    rounds, warm_up = (bench.scale.rounds, 2) if not smoke else (1, 0)
+    for kind, means in KINDS.items():
+        with ExitStack() as stack:
+            overlap = Overlap(bench, stack, kind)
+            for ratio in BARRED_RATIOS if not smoke else BARRED_RATIOS[:1]:
+                times = overlap.times(PREFILL, ratio, rounds, warm_up)
+                note = f"{times.note(PREFILL)}; the planes allow {allowed(PREFILL, ratio):.2f}; {means}"
+                note += "" if kind == "gpu" or overlap.apart else ", which the load shares"
+                name = f"overlap_hidden_share.{kind}.{ratio:g}"
+                figures[name] = Figure(times.hidden(), at_least(BAR if not smoke else -99), note)
     return figures
 
 

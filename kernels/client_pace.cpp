@@ -6,7 +6,7 @@
 //
 // It goes on whatever nodes do. A pair (extent, plane) that was asked for completes, and then the bytes of k shards of it came; or its extent
 // fails, and then all is asked for. And m of k + m nodes hold nobody up while the others turn to parity: what they may owe counts as little.
-// Less would not do where records come from disk: disk, wire and client work at once only on what was asked for.
+// The later a plane, the more may be due before it: it has more time, and disk, wire and client work at once only on what was asked for.
 #include <algorithm>
 
 #include "client_load.hpp"
@@ -14,7 +14,7 @@
 namespace kv::client {
 
 namespace {
-constexpr uint64_t AHEAD_BYTES = 4 << 20;   // little of a short load: two client threads take that in a millisecond
+constexpr uint64_t AHEAD_BYTES = 4 << 20;   // always: two client threads take that in a millisecond
 constexpr uint64_t STEP_BYTES = 4 << 20;    // at least, to be asked for in one go: a READ more costs a node some 50 us
 }  // namespace
 
@@ -36,7 +36,6 @@ void LoadJob::settle(Stream& stream, uint32_t end) {
 void LoadJob::grant_more() {
   const uint32_t all = uint32_t(ends_.size()), extents = uint32_t(plan_.extents.size());
   uint32_t pairs = granted_.load();
-  const uint64_t little = std::max(AHEAD_BYTES, ends_.back() * m_ / (k_ + m_));
   uint64_t granted = pairs ? ends_[pairs - 1] : 0, at = 0;
   while (pairs < all && settled_bytes_.load() >= at) {
     const uint64_t before = granted;
@@ -44,7 +43,7 @@ void LoadJob::grant_more() {
       pairs += extents;
       granted = ends_[pairs - 1];
     } while (pairs < all && granted - before < STEP_BYTES);
-    at = granted - std::min(granted, little);
+    at = granted - std::min(granted, std::max({AHEAD_BYTES, granted / 3, granted * m_ / (k_ + m_)}));
   }
   grant(pairs);
   grant_at_ = pairs == all ? UINT64_MAX : at;

@@ -70,7 +70,7 @@ class Order:
             with self.lock:
                 self.planes.add(item.plane)
                 before = EXTENTS * item.plane * K * len(item.body)  # of all planes before this one
-                may_be_due = max(AHEAD_BYTES, PLANES * EXTENTS * K * len(item.body) * M // (K + M))
+                may_be_due = max(AHEAD_BYTES, before // 3, before * M // (K + M))
                 if self.answered_bytes < before - may_be_due:
                     self.early.append(f"plane {item.plane} when {self.answered_bytes} of {before} bytes had been answered")
                 if not silent:
