@@ -13,7 +13,6 @@
 #include "server_bulk.hpp"
 #include "server_small.hpp"
 #include "server_verbs.hpp"
-#include "server_write.hpp"
 
 namespace nb = nanobind;
 
@@ -40,14 +39,17 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
   const int listener = listen_on(config.host, port_, config.congestion_control);
   std::vector<BulkLoop*> loops;
   try {
-    putter_ = std::make_unique<Putter>(shared_, config.write_threads);
     for (uint32_t i = 0; i < config.bulk_threads; i++) {
-      bulk_.push_back(std::make_unique<BulkLoop>(shared_, *reads_, *putter_));
+      bulk_.push_back(std::make_unique<BulkLoop>(shared_, *reads_));
       loops.push_back(bulk_.back().get());
     }
-    records_ = std::make_unique<BulkLoop>(shared_, *putter_);
-    records_->hand_to(loops);
-    for (BulkLoop* each : loops) each->hand_to({records_.get()});
+    std::vector<BulkLoop*> for_records;
+    for (uint32_t i = 0; i < config.write_threads; i++) {
+      records_.push_back(std::make_unique<BulkLoop>(shared_));
+      records_.back()->hand_to(loops);
+      for_records.push_back(records_.back().get());
+    }
+    for (BulkLoop* each : loops) each->hand_to(for_records);
     try {
       for (auto& b : bulk_)
         if (verbs_) b->share_pool();
@@ -61,7 +63,7 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
     throw;
   }
   for (auto& b : bulk_) b->start("kv-bulk");
-  records_->start("kv-records", true);
+  for (auto& r : records_) r->start("kv-records", true);
   small_->start("kv-small");
 }
 
@@ -93,15 +95,13 @@ void Server::stop() {
   shared_.draining.store(true);
   // In the order in which they feed each other; only when none runs any more may the first go.
   if (small_) small_->stop();
-  if (putter_) putter_->stop();
   for (auto& b : bulk_) b->stop();
-  if (records_) records_->stop();
+  for (auto& r : records_) r->stop();
   if (reads_) reads_->stop();
   if (verbs_) verbs_->close();
   small_.reset();
   bulk_.clear();
-  records_.reset();
-  putter_.reset();
+  records_.clear();
   reads_.reset();
 }
 
@@ -137,7 +137,7 @@ void bind_server(nb::module_& m) {
           "__init__",
           [](Server* self, Store& store, const std::string& host, uint16_t port, nb::bytes cluster16, uint64_t epoch, uint32_t bucket_seconds,
              const std::string& io, uint32_t bulk_threads, uint32_t write_threads, uint32_t connections_max, uint64_t write_arena_bytes,
-             uint64_t connection_bytes_max, uint64_t read_head_bytes_max, uint64_t read_arena_bytes, uint64_t read_cache_bytes,
+             uint64_t read_head_bytes_max, uint64_t read_arena_bytes, uint64_t read_cache_bytes,
              uint32_t read_depth, double idle_timeout_seconds, double progress_timeout_seconds, const std::string& congestion_control,
              const std::string& rdma_device, uint64_t rdma_pool_bytes, uint32_t rdma_pairs_max) {
             ServerConfig c;
@@ -157,7 +157,6 @@ void bind_server(nb::module_& m) {
             c.write_threads = write_threads;
             c.connections_max = connections_max;
             c.write_arena_bytes = write_arena_bytes;
-            c.connection_bytes_max = connection_bytes_max;
             c.read_head_bytes_max = read_head_bytes_max;
             c.read_arena_bytes = read_arena_bytes;
             c.read_cache_bytes = read_cache_bytes;
@@ -182,8 +181,8 @@ void bind_server(nb::module_& m) {
             }
           },
           nb::arg("store"), nb::arg("host"), nb::arg("port"), nb::kw_only(), nb::arg("cluster16"), nb::arg("epoch"),
-          nb::arg("bucket_seconds") = 60, nb::arg("io") = "buffered", nb::arg("bulk_threads") = 2, nb::arg("write_threads") = 2,
-          nb::arg("connections_max") = 4096, nb::arg("write_arena_bytes") = 96ull << 20, nb::arg("connection_bytes_max") = 16ull << 20,
+          nb::arg("bucket_seconds") = 60, nb::arg("io") = "buffered", nb::arg("bulk_threads") = 2, nb::arg("write_threads") = 4,
+          nb::arg("connections_max") = 4096, nb::arg("write_arena_bytes") = 96ull << 20,
           nb::arg("read_head_bytes_max") = 64ull << 20, nb::arg("read_arena_bytes") = 32ull << 20, nb::arg("read_cache_bytes") = 64ull << 20,
           nb::arg("read_depth") = 8, nb::arg("idle_timeout_seconds") = 300.0, nb::arg("progress_timeout_seconds") = 3.0,
           nb::arg("congestion_control") = "", nb::arg("rdma_device") = "off", nb::arg("rdma_pool_bytes") = 16ull << 20,

@@ -2,8 +2,8 @@
 //
 // Threads, each with what it alone touches:
 //   small  x 1   accepts, greets (server_front.cpp), and answers DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT inline (server_small.cpp)
-//   bulk   x n   READ and WRITE; a connection belongs to one of them for life (server_bulk.cpp)
-//   write  x n   Store::put of records received whole (server_write.hpp): a commit never stalls a read
+//   bulk   x n   READ (server_bulk.cpp)
+//   records x n  WRITE (likewise): receives, checks, writes, commits; the disk or a commit never stalls a read
 //   direct x 1   with the direct engine only: the io_uring (io_direct.cpp)
 // They talk by messages to a loop's inbox that name a connection by number, so that a dead one is simply not found.
 #pragma once
@@ -20,9 +20,8 @@ namespace kv {
 struct ServerConfig : FrontConfig {
   uint32_t bucket_seconds = 60;
   std::string io = "buffered";                    // or "direct", "auto"
-  uint32_t bulk_threads = 2, write_threads = 2;
-  uint64_t write_arena_bytes = 96ull << 20;       // records being received or put, all connections; past it BUSY
-  uint64_t connection_bytes_max = 16ull << 20;    // the same of one connection; past it we stop reading from it
+  uint32_t bulk_threads = 2, write_threads = 4;   // that send what is read; that receive records and write them
+  uint64_t write_arena_bytes = 96ull << 20;       // records being received, all connections; past it BUSY
   uint64_t read_head_bytes_max = 64ull << 20;     // heads and checks held for READs, all connections; past it BUSY items
   uint64_t read_arena_bytes = 32ull << 20;        // direct engine: reads in flight or not yet sent
   uint64_t read_cache_bytes = 64ull << 20;        // direct engine: what was read twice
@@ -33,7 +32,6 @@ struct ServerConfig : FrontConfig {
 };
 
 class ReadService;
-class Putter;
 class SmallLoop;
 class BulkLoop;
 class VerbsServer;
@@ -77,9 +75,8 @@ class Server {
   std::string io_, io_note_, rdma_note_;
   std::unique_ptr<VerbsServer> verbs_;
   std::unique_ptr<ReadService> reads_;
-  std::unique_ptr<Putter> putter_;
   std::vector<std::unique_ptr<BulkLoop>> bulk_;
-  std::unique_ptr<BulkLoop> records_;
+  std::vector<std::unique_ptr<BulkLoop>> records_;   // one for each write thread
   std::unique_ptr<SmallLoop> small_;
 };
 

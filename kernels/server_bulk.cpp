@@ -8,8 +8,6 @@
 
 #include <algorithm>
 
-#include "server_write.hpp"
-
 namespace kv {
 namespace {
 constexpr int64_t TURN_BYTES = 2 << 20;             // a connection's turn, then the next one's
@@ -17,9 +15,10 @@ constexpr int64_t OPEN_COST_BYTES = 16 << 10;       // opening an extent counts 
 constexpr size_t REQUESTS_MAX = 64;                 // read ahead per connection
 constexpr uint64_t READ_ASK_BYTES_MAX = 64 << 20;   // held for READs of all connections; past it one request each
 constexpr size_t BATCH_BYTES = 128 << 10;           // small items and replies are gathered up to this
+constexpr size_t PUTS_MAX = 64;                     // in one commit: about a millisecond
 }  // namespace
 
-BulkLoop::BulkLoop(ServerShared& shared, ReadService& reads, Putter& putter) : Loop(shared), shared_(shared), putter_(putter) {
+BulkLoop::BulkLoop(ServerShared& shared, ReadService& reads) : Loop(shared), shared_(shared) {
   engine_ = reads.engine([this](uint64_t conn, uint64_t serial) {
     Message m;
     m.kind = Message::Kind::READ_DONE;
@@ -61,19 +60,7 @@ void BulkLoop::on_message(Message& m) {
   Conn* conn = find(m.conn);
   if (m.kind == Message::Kind::VERBS_READY) on_verbs_ready(conn, m);
   if (!conn) return;
-  BulkState& b = *conn->bulk;
-  if (m.kind == Message::Kind::PUT_DONE) {
-    for (auto& r : b.requests) {
-      if (r.serial != m.serial) continue;
-      r.done = true;
-      r.status = m.status;
-      b.held_bytes -= r.bytes;
-      r.bytes = 0;
-      break;
-    }
-  } else if (m.kind == Message::Kind::READ_DONE) {
-    b.waiting = false;
-  }
+  if (m.kind == Message::Kind::READ_DONE) conn->bulk->waiting = false;
   make_ready(*conn);
 }
 
@@ -273,13 +260,13 @@ void BulkLoop::answered(Conn& conn) {
 bool BulkLoop::wants_input(const Conn& conn) const {
   const BulkState& b = *conn.bulk;
   if (conn.eof || b.input == BulkState::Input::STOPPED) return false;
-  if (!engine_ && for_others(conn)) return false;   // first what was asked before is answered
+  if (for_others(conn)) return false;   // first what was asked before is answered
   if (b.input != BulkState::Input::HEADER || b.got) return true;
   if (b.requests.empty()) return true;
-  return b.requests.size() < REQUESTS_MAX && b.held_bytes < shared_.config.connection_bytes_max && shared_.read_ask_bytes < READ_ASK_BYTES_MAX;
+  return b.requests.size() < REQUESTS_MAX && shared_.read_ask_bytes < READ_ASK_BYTES_MAX;
 }
 
-// Is the frame whose header came of a kind that another thread is for? One that reads takes records, too, where answers are due.
+// Is the frame whose header came of a kind that another thread is for? A connection by RDMA stays where its memory is.
 bool BulkLoop::for_others(const Conn& conn) const {
   const BulkState& b = *conn.bulk;
   if (b.verbs || others_.empty()) return false;
@@ -411,16 +398,58 @@ void BulkLoop::on_header(Conn& conn) {
   if (shared_.draining.load()) b.refusal = Status::DRAINING;
   else if (b.header.body_bytes > shared_.arena.capacity_bytes() - RECORD_ALIGN) b.refusal = Status::TOO_LARGE;
   else if (!(b.record = shared_.arena.take(align_up(b.header.body_bytes, RECORD_ALIGN)))) b.refusal = Status::BUSY;
-  if (b.refusal == Status::OK) b.held_bytes += b.header.body_bytes;
   b.input = b.refusal == Status::OK ? BulkState::Input::RECORD : BulkState::Input::DISCARD;
 }
 
 void BulkLoop::on_record(Conn& conn) {
   BulkState& b = *conn.bulk;
   BulkRequest& r = enqueue(conn, b.header);
-  r.bytes = b.header.body_bytes;
-  putter_.put({this, conn.id, r.serial, r.bytes, std::move(b.record)});
-  b.record = Arena::Buffer();
+  const Arena::Buffer record = std::move(b.record);   // given back when it is written
+  const RecordHead& head = RecordView{record.data()}.head();
+  const uint64_t bytes = b.header.body_bytes;
+  // Readers use the list of a record's own epoch, so a newer epoch than ours is fine (and tells us to look for it); a writer that is
+  // behind would place extents where the map no longer wants them.
+  r.status = Status::INTERNAL;
+  std::unique_ptr<Put> put;
+  if (bytes < sizeof(RecordHead)) {
+    r.status = Status::BAD_REQUEST;
+  } else if (head.magic == RECORD_MAGIC && head.write_epoch < shared_.epoch.load()) {
+    r.status = Status::STALE_MAP;
+  } else {
+    try {
+      put = shared_.store.write(record.data(), bytes, r.status);
+    } catch (const std::exception&) {
+      add(shared_.stats.faults);
+    }
+    if (put || r.status == Status::EXISTS) shared_.stats.saw_epoch(head.write_epoch);
+  }
+  r.done = !put;
+  if (!put) return;
+  put_for_.emplace_back(conn.id, r.serial);
+  puts_.push_back(std::move(put));
+  if (puts_.size() >= PUTS_MAX) commit();
+}
+
+void BulkLoop::commit() {
+  if (puts_.empty()) return;
+  try {
+    shared_.store.commit(puts_);
+  } catch (const std::exception&) {   // no memory: each put says itself whether it is known
+    add(shared_.stats.faults);
+  }
+  for (size_t i = 0; i < puts_.size(); i++) {
+    Conn* conn = find(put_for_[i].first);
+    if (!conn) continue;   // gone meanwhile
+    for (auto& r : conn->bulk->requests) {
+      if (r.serial != put_for_[i].second) continue;
+      r.done = true;
+      r.status = puts_[i]->status;
+      break;
+    }
+    make_ready(*conn);
+  }
+  puts_.clear();
+  put_for_.clear();
 }
 
 void BulkLoop::on_read(Conn& conn) {

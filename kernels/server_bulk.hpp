@@ -1,6 +1,7 @@
-// The threads of READ and WRITE. Requests of a connection are answered in order of arrival; input is read ahead of the answers, so
-// that one record is received while another is put, and the disk is asked early. One more receives records alone, behind the others:
-// a connection goes there with its first WRITE and comes back with its next READ.
+// The threads of READ and those of WRITE. Requests of a connection are answered in order of arrival; input is read ahead of the answers,
+// so that the disk is asked early. Threads that receive records run behind those that read: a connection goes there with its first WRITE
+// and comes back with its next READ. Such a thread receives, checks and writes record after record, while they are in the processor's
+// cache, and commits what it has written when nobody has more for it: the more there is to do, the fewer commits.
 #pragma once
 #include <unordered_set>
 
@@ -15,7 +16,6 @@ struct BulkRequest {
   wire::FrameHeader header{};
   uint64_t serial = 0;
   int64_t born_ns = 0;
-  uint64_t bytes = 0;               // of the record, while it is ours
   bool done = false, last = false;  // last: the connection closes after this answer
   Status status = Status::OK;
   std::shared_ptr<ReadJob> read;
@@ -33,7 +33,6 @@ struct BulkState {
   Arena::Buffer record;
   Status refusal = Status::OK;      // of the record being discarded
   std::deque<BulkRequest> requests;
-  uint64_t held_bytes = 0;          // records received or being received, not yet answered
   uint64_t next_serial = 1;
   bool waiting = false;             // the front READ waits for its engine
   Source tail;                      // of the item being sent: what follows conn.out
@@ -44,8 +43,8 @@ struct BulkState {
 
 class BulkLoop final : public Loop {
  public:
-  BulkLoop(ServerShared& shared, ReadService& reads, Putter& putter);
-  BulkLoop(ServerShared& shared, Putter& putter) : Loop(shared), shared_(shared), putter_(putter) {}   // for records alone
+  BulkLoop(ServerShared& shared, ReadService& reads);
+  explicit BulkLoop(ServerShared& shared) : Loop(shared), shared_(shared) {}   // for records alone
   ~BulkLoop() override { stop(); }
   void hand_to(std::vector<BulkLoop*> others) { others_ = std::move(others); }   // what is theirs; before start()
   void share_pool();   // makes its pool known to the device; verbs::Fault. Before start()
@@ -54,6 +53,7 @@ class BulkLoop final : public Loop {
   Turn serve(Conn& conn) override;
   void on_message(Message& message) override;
   void on_closed(Conn& conn) override;
+  void on_turn() override { commit(); }
   bool owes(const Conn& conn) const override;
   bool idle(const Conn& conn) const override;
 
@@ -70,6 +70,7 @@ class BulkLoop final : public Loop {
   void on_header(Conn& conn);
   void on_read(Conn& conn);
   void on_record(Conn& conn);
+  void commit();
   BulkRequest& enqueue(Conn& conn, const wire::FrameHeader& header);
   void refuse(Conn& conn, Status why);          // a bare answer, then close
   void answered(Conn& conn);                    // the front request
@@ -90,9 +91,10 @@ class BulkLoop final : public Loop {
 
   ServerShared& shared_;
   std::unique_ptr<ReadEngine> engine_;       // null: for records alone
-  Putter& putter_;
   std::vector<BulkLoop*> others_;
   size_t next_other_ = 0;
+  Puts puts_;                                // written, to be committed, and whom each was for
+  std::vector<std::pair<uint64_t, uint64_t>> put_for_;   // connection, serial
   std::unique_ptr<Arena> pool_;              // registered; null without RDMA
   std::unordered_set<uint64_t> hungry_;      // connections that found no room in it
 };

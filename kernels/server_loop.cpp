@@ -234,6 +234,7 @@ void Loop::run() {
     // Nothing connected: nobody to time out, sleep until woken.
     const int timeout = !ready_.empty() ? 0 : hurried_ ? TICK_MS : conns_.empty() ? -1 : tick_ms;
     const int n = epoll_wait(epoll_, events, 128, timeout);
+    const int64_t woken = now_ns();
     if (n > 0) tick_ms = TICK_MS;
     for (int i = 0; i < n; i++) {
       const uint64_t token = events[i].data.u64;
@@ -276,21 +277,26 @@ void Loop::run() {
         case Turn::MOVED: break;
       }
     }
+    on_turn();
     const int64_t now = now_ns();
     if (now - swept >= TICK_MS * MS) {
       swept = now;
-      tick_ms = sweep(now) ? TICK_MS : QUIET_TICK_MS;
+      tick_ms = sweep(now, now - woken >= TICK_MS * MS) ? TICK_MS : QUIET_TICK_MS;
       on_tick(now);
     }
   }
 }
 
-// True: someone is being waited for, look again soon.
-bool Loop::sweep(int64_t now) {
+// True: someone is being waited for, look again soon. `away`: this thread was held up itself, by a slow disk say; then nobody is blamed.
+bool Loop::sweep(int64_t now, bool away) {
   std::vector<Conn*> dead;
   bool waiting = false;
   for (auto& [id, conn] : conns_) {
     Conn& c = *conn;
+    if (away) {
+      c.window_ns = now;
+      c.window_bytes = 0;
+    }
     if (c.phase == Phase::LINGER) {
       waiting = true;
       if (now - c.window_ns > LINGER_NS) dead.push_back(&c);

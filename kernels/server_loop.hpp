@@ -56,9 +56,9 @@ struct Conn {
 };
 
 struct Message {
-  enum class Kind : uint8_t { ADOPT, PUT_DONE, READ_DONE, VERBS_READY, WAKE } kind = Kind::WAKE;
+  enum class Kind : uint8_t { ADOPT, READ_DONE, VERBS_READY, WAKE } kind = Kind::WAKE;
   uint64_t conn = 0, serial = 0;
-  Status status = Status::OK;
+  Status status = Status::OK;                  // of VERBS_READY
   std::unique_ptr<Conn> adopted;
   std::shared_ptr<verbs::Endpoint> endpoint;   // of VERBS_READY, and whom it is connected to
   wire::VerbsOpen peer{};
@@ -80,6 +80,7 @@ class Loop {
   virtual bool owes(const Conn& conn) const = 0;   // does the peer owe us bytes, or room for ours?
   virtual bool idle(const Conn& conn) const = 0;   // nothing asked, nothing owed
   virtual void on_closed(Conn&) {}
+  virtual void on_turn() {}                     // after every connection that was ready has been served
   virtual void on_tick(int64_t) {}              // about four times a second while anything is going on
 
   void adopt(std::unique_ptr<Conn> conn);       // this loop's thread only
@@ -104,7 +105,7 @@ class Loop {
 
  private:
   void run();
-  bool sweep(int64_t now);
+  bool sweep(int64_t now, bool away);
   void close(Conn& conn);
 
   int epoll_ = -1, wake_ = -1;

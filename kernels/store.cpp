@@ -335,78 +335,61 @@ void StoreImpl::poke_pressure(uint64_t wanted_bytes) {
   pressure_cv_.notify_all();
 }
 
-Status StoreImpl::put(uint8_t* record, uint64_t bytes) {
-  if (const Status status = check_record(record, bytes); status != Status::OK) {
+Status Store::put(uint8_t* record, uint64_t bytes) {
+  Status status = Status::INTERNAL;
+  Puts one;
+  if (auto put = write(record, bytes, status)) one.push_back(std::move(put));
+  if (one.empty()) return status;
+  commit(one);
+  return one[0]->status;
+}
+
+std::unique_ptr<Put> StoreImpl::write(uint8_t* record, uint64_t bytes, Status& status) {
+  if (status = check_record(record, bytes); status != Status::OK) {
     (status == Status::BAD_VERSION ? counters_.unknown_versions : counters_.puts_corrupt)++;
-    return status;
+    return nullptr;
   }
   const RecordView view{record};
   const RecordHead& h = view.head();
-  if (bytes != h.record_bytes) return Status::BAD_REQUEST;
-  PutOp op;
-  op.key = entry_key_of(view);
-  if (tombstones_.has(name_of_entry(op.key), now_seconds())) return Status::TOMBSTONED;
-  bool exists = false;
-  if (!with_index([&](Index& index) {
-        Index::Reader reader(index);
-        MDB_val key = val(op.key), value;
-        const int rc = mdb_get(reader.txn, index.extents, &key, &value);
-        if (rc && rc != MDB_NOTFOUND) throw IndexFault("put", rc);
-        exists = rc == 0;
-      }))
-    return Status::BUSY;
-  if (exists) {
-    counters_.puts_existing++;
-    return Status::EXISTS;
-  }
+  if (status = bytes == h.record_bytes ? Status::OK : Status::BAD_REQUEST; status != Status::OK) return nullptr;
+  const EntryKey name = entry_key_of(view);
+  if (status = tombstones_.has(name_of_entry(name), now_seconds()) ? Status::TOMBSTONED : Status::OK; status != Status::OK) return nullptr;
+  const bool looked = with_index([&](Index& index) {
+    Index::Reader reader(index);
+    MDB_val key = val(name), value;
+    const int rc = mdb_get(reader.txn, index.extents, &key, &value);
+    if (rc && rc != MDB_NOTFOUND) throw IndexFault("put", rc);
+    if (rc == 0) status = Status::EXISTS;
+  });
+  if (!looked) status = Status::BUSY;
+  if (status == Status::EXISTS) counters_.puts_existing++;
+  if (status != Status::OK) return nullptr;
   const uint64_t padded = align_up(bytes, RECORD_ALIGN);
-  if (const Status status = room_for(padded); status != Status::OK) {
+  if (status = room_for(padded); status != Status::OK) {
     counters_.puts_no_space++;
     poke_pressure(padded);
-    return status;
+    return nullptr;
   }
-  writing_bytes_ += int64_t(padded);
-  uint64_t offset = 0;
-  Status status = segments_.reserve(padded, h.head_bytes, op.segment, offset);
-  if (status == Status::OK) {
-    std::memset(record + bytes, 0, padded - bytes);
-    if (!SegmentFiles::write_all(op.segment->fd(), record, padded, offset)) {
-      status = errno == ENOSPC || errno == EDQUOT ? Status::NO_SPACE : Status::IO_ERROR;
-    } else {
-      op.segment->dirty = true;
-      const uint32_t bucket = clamp_bucket(h.bucket);
-      bool reused = false;
-      {
-        std::lock_guard lock(chances_mutex_);
-        reused = second_chance_ && chances_.has(CuckooFilter::hash(op.key.data()));
-      }
-      op.recency = recency_key(op.key.data(), queue_of(h.retention_class, reused), bucket, h.start_block);
-      op.value = encode_entry(op.key, view, op.segment->id, offset, bucket, reused);
-      commit_put(op);
-      status = op.status;
-    }
-    // Nobody owns these bytes: they go before the segment can be sealed.
-    if (status != Status::OK && SegmentFiles::punch(op.segment->fd(), offset, padded) != 0) counters_.punch_errors++;
-    segments_.release(*op.segment, offset, status == Status::OK);
+  auto op = std::make_unique<PutOp>(*this, bytes);
+  op->key = name;
+  status = op->status = segments_.reserve(padded, h.head_bytes, op->segment, op->offset);
+  if (status != Status::OK) return nullptr;
+  std::memset(record + bytes, 0, padded - bytes);
+  if (!SegmentFiles::write_all(op->segment->fd(), record, padded, op->offset)) {
+    status = op->status = errno == ENOSPC || errno == EDQUOT ? Status::NO_SPACE : Status::IO_ERROR;
+    return nullptr;
   }
-  writing_bytes_ -= int64_t(padded);
-  switch (status) {
-    case Status::OK:
-      counters_.puts++;
-      counters_.put_bytes += bytes;
-      spend(padded);
-      disk_free_ -= int64_t(padded);
-      if (used_bytes() > pressure_at_) poke_pressure(0);
-      break;
-    case Status::NO_SPACE:
-      counters_.puts_no_space++;
-      poke_pressure(padded);
-      break;
-    case Status::EXISTS: counters_.puts_existing++; break;
-    case Status::IO_ERROR: counters_.io_errors++; break;
-    default: counters_.puts_refused++;
+  op->status = Status::INTERNAL;   // of one that is never committed
+  op->segment->dirty = true;
+  const uint32_t bucket = clamp_bucket(h.bucket);
+  bool reused = false;
+  {
+    std::lock_guard lock(chances_mutex_);
+    reused = second_chance_ && chances_.has(CuckooFilter::hash(op->key.data()));
   }
-  return status;
+  op->recency = recency_key(op->key.data(), queue_of(h.retention_class, reused), bucket, h.start_block);
+  op->value = encode_entry(op->key, view, op->segment->id, op->offset, bucket, reused);
+  return op;
 }
 
 void StoreImpl::report_corrupt(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) {

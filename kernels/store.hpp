@@ -1,7 +1,7 @@
 // The storage of one node, below the server: where bytes lie, what is known about them, when they go. All calls are thread-safe.
 //
 // Order of a put: data written, index committed, answered. Order of a free: entry deleted, committed, reads in flight over, hole punched.
-// Who calls what: the server's threads call discover, promise, withdraw, open_read, put; Python's gc calls queues, peek, evict;
+// Who calls what: the server's threads call discover, promise, withdraw, open_read, write, commit; Python's gc calls queues, peek, evict;
 // one maintenance thread of the store's own flushes touches, syncs each second, punches holes (paced), seals segments.
 #pragma once
 #include <array>
@@ -60,6 +60,13 @@ class ReadRef {
   std::shared_ptr<Segment> segment_;   // held; must not outlive the store
 };
 
+// A record that is written and that nobody knows yet. Destroyed without a commit it was never there. Must not outlive the store.
+struct Put {
+  virtual ~Put() = default;
+  Status status = Status::INTERNAL;   // after the commit: what to answer
+};
+using Puts = std::vector<std::unique_ptr<Put>>;
+
 class Store {
  public:
   // Throws std::runtime_error with one clear line (directory in use: names the pid; wrong version; not writable).
@@ -76,8 +83,12 @@ class Store {
   // A vote on each of `count` extent keys that a client wants to write; `votes` gets as many numbers of Vote. Marks them as asked for.
   virtual void admit(const Owner& owner, const uint8_t* keys, uint32_t count, uint32_t bucket, uint32_t* votes) = 0;
   virtual Status open_read(const Owner& owner, const wire::ReadExtent& extent, ReadRef& out) = 0;
-  // `record` is 4 KiB-aligned memory of at least align_up(bytes, 4096); padding is zeroed here. Checks everything, writes, commits.
-  virtual Status put(uint8_t* record, uint64_t bytes) = 0;
+  // `record` is 4 KiB-aligned memory of at least align_up(bytes, 4096); padding is zeroed here. Checks everything and writes. Null: `status`
+  // says why not.
+  virtual std::unique_ptr<Put> write(uint8_t* record, uint64_t bytes, Status& status) = 0;
+  // Makes all of them known, in one transaction: it costs about 8 pages of the index however many they are. Sets each one's status.
+  virtual void commit(Puts& puts) = 0;
+  Status put(uint8_t* record, uint64_t bytes);   // both
   // A reader found that these bytes fail their sum: counted, entry deleted, so the shard counts as lost.
   virtual void report_corrupt(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) = 0;
 

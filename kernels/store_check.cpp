@@ -2,6 +2,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <deque>
 #include <numeric>
 
 #include "store_impl.hpp"
@@ -127,10 +128,10 @@ uint64_t StoreImpl::bulk_index(const Owner& owner, const uint8_t* keys, const ui
   constexpr uint64_t BATCH = 2000;
   uint64_t stored = 0;
   for (uint64_t at = 0; at < count; at += BATCH) {
-    std::vector<PutOp> ops;
+    std::deque<PutOp> ops;
     for (uint64_t i = at; i < std::min(count, at + BATCH); i++) {
       const uint8_t* extent_key = keys + order[i] * KEY_BYTES;
-      PutOp op;
+      PutOp& op = ops.emplace_back();
       op.key = entry_key(owner, extent_key, write_ids[order[i]], shape.shard);
       std::vector<uint64_t> words(RECORD_ALIGN / 8);
       auto* head = reinterpret_cast<RecordHead*>(words.data());
@@ -152,7 +153,6 @@ uint64_t StoreImpl::bulk_index(const Owner& owner, const uint8_t* keys, const ui
       }
       op.recency = recency_key(op.key.data(), shape.retention_class, shape.bucket, shape.start_block);
       op.value = encode_entry(op.key, view, SEGMENT_SYNTHETIC, 0, shape.bucket);
-      ops.push_back(std::move(op));
     }
     std::vector<PutOp*> batch;
     for (PutOp& op : ops) batch.push_back(&op);

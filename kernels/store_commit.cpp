@@ -32,24 +32,53 @@ class WriteTxn {
 
 }  // namespace
 
-// Many puts side by side share one commit: whoever gets the mutex first commits all that wait.
-void StoreImpl::commit_put(PutOp& op) {
-  op.status = Status::BUSY;
+// Threads that commit side by side share: whoever gets the mutex first commits for all that wait.
+void StoreImpl::commit(Puts& puts) {
+  for (auto& put : puts) put->status = Status::BUSY;   // where there is no index now
   with_index([&](Index&) {
     {
       std::lock_guard lock(queue_mutex_);
-      queue_.push_back(&op);
+      queue_.reserve(queue_.size() + puts.size());   // all or none
+      for (auto& put : puts) queue_.push_back(static_cast<PutOp*>(put.get()));
     }
     std::lock_guard commit(commit_mutex_);
-    if (op.done) return;
     std::vector<PutOp*> batch;
     {
       std::lock_guard lock(queue_mutex_);
+      if (std::ranges::all_of(puts, [](auto& put) { return static_cast<PutOp&>(*put).committed; })) return;
       batch.swap(queue_);
     }
-    for (PutOp* each : batch) each->done = true;
+    for (PutOp* each : batch) each->committed = true;
     commit_batch(batch);
   });
+  for (auto& put : puts) settle(static_cast<PutOp&>(*put));
+}
+
+// Counts it, and lets go of its place. Bytes that nobody owns go before the segment can be sealed.
+void StoreImpl::settle(PutOp& op) {
+  op.of = nullptr;
+  const uint64_t padded = op.padded_bytes();
+  if (op.segment) {
+    if (op.status != Status::OK && SegmentFiles::punch(op.segment->fd(), op.offset, padded) != 0) counters_.punch_errors++;
+    segments_.release(*op.segment, op.offset, op.status == Status::OK);
+  }
+  writing_bytes_ -= int64_t(padded);
+  switch (op.status) {
+    case Status::OK:
+      counters_.puts++;
+      counters_.put_bytes += op.record_bytes;
+      spend(padded);
+      disk_free_ -= int64_t(padded);
+      if (used_bytes() > pressure_at_) poke_pressure(0);
+      break;
+    case Status::NO_SPACE:
+      counters_.puts_no_space++;
+      poke_pressure(padded);
+      break;
+    case Status::EXISTS: counters_.puts_existing++; break;
+    case Status::IO_ERROR: counters_.io_errors++; break;
+    default: counters_.puts_refused++;
+  }
 }
 
 void StoreImpl::commit_batch(std::vector<PutOp*>& batch) {

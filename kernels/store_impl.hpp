@@ -63,7 +63,8 @@ class StoreImpl final : public Store {
   void promise(const wire::PromiseRequest& request, const wire::WritingName* names, wire::PromiseAnswer* answers) override;
   void withdraw(const Owner& owner, const wire::WritingName* names, uint32_t count, uint32_t* statuses) override;
   Status open_read(const Owner& owner, const wire::ReadExtent& extent, ReadRef& out) override;
-  Status put(uint8_t* record, uint64_t bytes) override;
+  std::unique_ptr<Put> write(uint8_t* record, uint64_t bytes, Status& status) override;
+  void commit(Puts& puts) override;
   void report_corrupt(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) override;
   uint32_t bucket_now() const override;
   void close(bool clean) override;
@@ -99,13 +100,23 @@ class StoreImpl final : public Store {
   uint64_t used_bytes() const { return uint64_t(std::max<int64_t>(0, used_bytes_.load())); }
 
  private:
-  struct PutOp {
+  struct PutOp final : Put {
+    PutOp() = default;                  // of an entry without a record
+    PutOp(StoreImpl& store, uint64_t bytes) : of(&store), record_bytes(bytes) { of->writing_bytes_ += int64_t(padded_bytes()); }
+    ~PutOp() override {
+      if (of) of->settle(*this);
+    }
+    PutOp(const PutOp&) = delete;
+    PutOp& operator=(const PutOp&) = delete;
+    uint64_t padded_bytes() const { return align_up(record_bytes, RECORD_ALIGN); }
+    StoreImpl* of = nullptr;            // until settled
+    uint64_t record_bytes = 0;
     EntryKey key;
     RecencyKey recency;
     std::vector<uint8_t> value;
-    std::shared_ptr<Segment> segment;
-    Status status = Status::INTERNAL;
-    bool done = false;
+    std::shared_ptr<Segment> segment;   // null: no place was had
+    uint64_t offset = 0;
+    bool committed = false;             // or refused: `status` is final
   };
   struct Prefix {
     EntryKey from;
@@ -141,7 +152,7 @@ class StoreImpl final : public Store {
   void spend(uint64_t bytes);
 
   // store_commit.cpp
-  void commit_put(PutOp& op);
+  void settle(PutOp& op);
   void commit_batch(std::vector<PutOp*>& batch);
   Status insert_entry(MDB_txn* txn, MDB_cursor* cursor, const PutOp& op, bool& first_of_group);
   void remove_entry(MDB_txn* txn, const EntryKey& key, const Entry& entry, GhostReason reason, std::vector<Removed>& removed);

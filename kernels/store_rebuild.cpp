@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
 
 #include "store_impl.hpp"
 
@@ -129,12 +130,12 @@ bool StoreImpl::rebuild_one(const std::shared_ptr<Segment>& segment) {
 bool StoreImpl::recover_entries(const std::shared_ptr<Segment>& segment, const Heads& heads, Ranges& owned) {
   constexpr size_t BATCH = 1024;   // about 10 ms under the mutex; a segment of full extents has 400
   for (size_t at = 0; at < heads.size(); at += BATCH) {
-    std::vector<PutOp> ops;
+    std::deque<PutOp> ops;
     std::vector<size_t> from;
     for (size_t i = at; i < std::min(heads.size(), at + BATCH); i++) {
       const RecordView view{heads[i].second.data()};
       const RecordHead& h = view.head();
-      PutOp op;
+      PutOp& op = ops.emplace_back();
       op.key = entry_key_of(view);
       if (config_.virtual_clock) clamp_bucket(h.bucket);
       // What has a bucket of the future stays as if just used, no longer.
@@ -142,7 +143,6 @@ bool StoreImpl::recover_entries(const std::shared_ptr<Segment>& segment, const H
       op.recency = recency_key(op.key.data(), h.retention_class, bucket, h.start_block);
       op.value = encode_entry(op.key, view, segment->id, uint64_t(heads[i].first) * RECORD_ALIGN, bucket);
       op.segment = segment;
-      ops.push_back(std::move(op));
       from.push_back(i);
     }
     std::vector<PutOp*> batch;

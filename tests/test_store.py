@@ -361,7 +361,8 @@ def test_a_full_disk_is_an_answer_and_writes_come_back_with_space(small_disk: Pa
         records += [r] if status == OK else []
     assert status == NO_SPACE and len(records) > 50
     assert all(read(store, r) == (OK, build(r)) for r in records)
-    assert [store.put(build(record_of(n + more, blocks=8, plane_bytes=(200_000,)))) for more in range(5)] == [NO_SPACE] * 5
+    more = [store.put(build(record_of(n + more, blocks=8, plane_bytes=(200_000,)))) for more in range(5)]
+    assert set(more) <= {OK, NO_SPACE} and more[-1] == NO_SPACE  # what was asked for ahead is given back after a second
     rows = [row for _, row, _ in store.peek(2, OWNER, 1000)]
     assert len(store.evict(rows[: len(rows) // 2], 2)) == len(rows) // 2
     store.flush()

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -139,3 +140,6 @@ TestStoreAgainstModel = StoreAgainstModel.TestCase
 TestStoreAgainstModel.settings = settings(
     max_examples=2000 if FULL else 100, stateful_step_count=100, deadline=None, print_blob=True
 )  # 10^4 operations in CI
+TestStoreAgainstModel = pytest.mark.timeout(400)(
+    TestStoreAgainstModel
+)  # each of the examples opens and closes stores, whose threads give way

@@ -123,7 +123,6 @@ class Server:
         write_threads: int = 2,
         connections_max: int = 4096,
         write_arena_bytes: int = ...,
-        connection_bytes_max: int = ...,
         read_head_bytes_max: int = ...,
         read_arena_bytes: int = ...,
         read_cache_bytes: int = ...,

@@ -39,11 +39,10 @@ class NodeConfig:
     io: str = "auto"
     strict_sync: bool = False  # every commit durable before it is acknowledged; else synced each second
     virtual_clock: bool = False  # time is what clients say (trace replay)
-    bulk_threads: int = 2  # 1..64, that read and send; one more receives records
-    write_threads: int = 4  # 1..64
+    bulk_threads: int = 2  # 1..64, that send what is read
+    write_threads: int = 4  # 1..64, that receive records and write them
     connections_max: int = 4096  # 1..1,000,000
-    write_arena_bytes: int = 96 << 20  # records received and not yet stored, all connections; past it BUSY
-    connection_bytes_max: int = 16 << 20  # the same of one connection; past it not read from
+    write_arena_bytes: int = 96 << 20  # records being received, all connections; past it BUSY
     read_arena_bytes: int = 32 << 20  # direct engine: read and not yet sent
     read_cache_bytes: int = 64 << 20  # direct engine: what was read twice; 0: none
     read_depth: int = 8  # direct engine: reads at the disk at once, 1..256; together at most 1 MiB
@@ -92,7 +91,6 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("write_threads", 1, 64),
     ("connections_max", 1, 1_000_000),
     ("write_arena_bytes", 4 << 20, 1 << 40),
-    ("connection_bytes_max", 1 << 20, 1 << 40),
     ("read_arena_bytes", 4 << 20, 1 << 40),
     ("read_cache_bytes", 0, 1 << 40),
     ("read_depth", 1, 256),

@@ -124,7 +124,6 @@ class Node:
                 write_threads=config.write_threads,
                 connections_max=config.connections_max,
                 write_arena_bytes=config.write_arena_bytes,
-                connection_bytes_max=config.connection_bytes_max,
                 read_arena_bytes=config.read_arena_bytes,
                 read_cache_bytes=config.read_cache_bytes,
                 read_depth=config.read_depth,
