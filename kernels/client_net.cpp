@@ -71,7 +71,7 @@ void Learnt::add(int64_t ns) {
 
 // --- Loop ---
 
-Loop::Loop(bool gives_way) {
+Loop::Loop(Kind kind) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
@@ -81,7 +81,7 @@ Loop::Loop(bool gives_way) {
     if (wake_ >= 0) ::close(wake_);
     throw std::system_error(error, std::generic_category(), "client event loop");
   }
-  thread_ = std::thread([this, gives_way] { run(gives_way); });
+  thread_ = std::thread([this, kind] { run(kind); });
 }
 
 Loop::~Loop() { stop(); }
@@ -162,8 +162,8 @@ bool Loop::sweep(int64_t now) {
   return !conns_.empty();
 }
 
-void Loop::run(bool gives_way) {
-  if (gives_way) give_way_to_loads();
+void Loop::run(Kind kind) {
+  if (kind == Kind::WRITES) give_way_to_loads();
   pthread_setname_np(pthread_self(), "kv-client");
   epoll_event events[EVENTS_MAX];
   int64_t next_sweep = 0;
@@ -191,7 +191,8 @@ void Loop::run(bool gives_way) {
       auto conn = found->second;
       if (events[i].data.u64 & SIDE) conn->on_side();
       else conn->on_events(events[i].events);
-      if (any_posted_.load(std::memory_order_relaxed)) run_posted();   // the next connection may take a while
+      // The next connection may bring a megabyte. Elsewhere what has come is heard first: a call may end with what was posted.
+      if (kind == Kind::READS && any_posted_.load(std::memory_order_relaxed)) run_posted();
     }
     bool stopping;
     {
@@ -222,7 +223,10 @@ Net::Net(const NetConfig& c, const std::vector<std::string>& addresses) : config
   }
   open_device();
   small_loop = std::make_unique<Loop>();
-  for (uint32_t i = 0; i < c.loops; i++) bulk_loops.push_back(std::make_unique<Loop>()), write_loops.push_back(std::make_unique<Loop>(true));
+  for (uint32_t i = 0; i < c.loops; i++) {
+    bulk_loops.push_back(std::make_unique<Loop>(Loop::Kind::READS));
+    write_loops.push_back(std::make_unique<Loop>(Loop::Kind::WRITES));
+  }
 }
 
 Net::~Net() { stop(); }

@@ -91,7 +91,8 @@ class WriteConn;
 
 class Loop {
  public:
-  explicit Loop(bool gives_way = false);   // to loads
+  enum class Kind : uint8_t { SMALL, READS, WRITES };
+  explicit Loop(Kind kind = Kind::SMALL);
   ~Loop();
   Loop(const Loop&) = delete;
   void stop();                                  // joins; connections are closed on the loop's thread first
@@ -113,7 +114,7 @@ class Loop {
     std::function<void()> task;
     bool operator<(const Timer& o) const { return when != o.when ? when > o.when : order > o.order; }
   };
-  void run(bool gives_way);
+  void run(Kind kind);
   void wake_locked();
   void run_posted();
   int64_t run_timers();   // when the next is due
