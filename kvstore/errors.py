@@ -42,7 +42,7 @@ class KvstoreError(Exception):
             text += f": {self.cause}"
         if self.fix:
             text += f". Fix: {self.fix}"
-        return text
+        return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class UsageError(KvstoreError):

@@ -14,7 +14,14 @@ from kvstore.errors import ConfigError
 NO_DEVICE = "none-of-these"
 
 
-@pytest.mark.parametrize("wrong", [{"transport": "ib"}, {"rdma_device": "a b"}, {"rdma_pool_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"transport": "ib"}, {"rdma_device": "a b"}, {"rdma_device": 3}, {"rdma_pool_bytes": 1 << 20}, {"rdma_pool_bytes": 1 << 80},
+        {"rdma_pool_bytes": 1.5e9}, {"rdma_zone_bytes": 4.5e6},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_settings_have_their_range(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="E150"):
         ClientConfig(**wrong)  # type: ignore[arg-type]  # of no right type or value, on purpose

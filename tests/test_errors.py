@@ -16,6 +16,8 @@ def test_an_error_reads_as_one_line_that_says_what_to_do() -> None:
     whole = errors.ConfigError("E102", "config.toml:7", 'capacity "4T8" is not a size', "write 4.8TB")
     assert str(whole) == 'error[E102] config.toml:7: capacity "4T8" is not a size. Fix: write 4.8TB'
     assert str(errors.ConfigError("E102", "config.toml:7")) == "error[E102] config.toml:7"
+    odd = errors.ConfigError("E132", 'KVSTORE_TRANSPORT is "rd\nma\x1b[31m é"', fix="write one of auto, tcp, rdma")
+    assert str(odd) == 'error[E132] KVSTORE_TRANSPORT is "rd\\nma\\x1b[31m é". Fix: write one of auto, tcp, rdma'
 
 
 def test_numbers_ride_as_attributes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,18 +143,42 @@ def test_an_error_of_who_feeds_it_ends_it_in_order(mover: Mover) -> None:
         ([0, 1], np.zeros((2, WIDTH - 1), np.uint8), "E514"),
         ([0, 1], np.zeros((2, WIDTH), np.int8), "E514"),
         ([0, 1], np.zeros((2, 2 * WIDTH), np.uint8)[:, ::2], "E514"),
+        ([0, 1], np.zeros((2, WIDTH), np.uint8)[::-1], "E514"),
+        ([0, 1], bytes(2 * WIDTH), "E514"),
+        ([0.9, 1.9], np.zeros((2, WIDTH), np.uint8), "E514"),  # was taken as 0 and 1
+        ([True, False], np.zeros((2, WIDTH), np.uint8), "E514"),
+        (["0", "1"], np.zeros((2, WIDTH), np.uint8), "E514"),
+        ([0, float("nan")], np.zeros((2, WIDTH), np.uint8), "E514"),
+        ([0, 1 << 64], np.zeros((2, WIDTH), np.uint8), "E514"),
+        ([[0], [0, 1]], np.zeros((2, WIDTH), np.uint8), "E514"),
+        (None, np.zeros((2, WIDTH), np.uint8), "E514"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_byte_moves(table: list[int], rows: np.ndarray, code: str) -> None:
+def test_what_does_not_fit_is_refused_before_a_byte_moves(table: Any, rows: Any, code: str) -> None:
     with CpuMover(pages_on("cpu")) as mover:
         with pytest.raises(LayoutError, match=code):
             mover.move(rows, table, LAYERS)
-        for columns in (slice(0, WIDTH + 1), slice(5, 5), slice(-1, 4), slice(0, 8, 2)):
+        with pytest.raises(LayoutError, match="deadline_seconds"):
+            mover.move(np.zeros((1, WIDTH), np.uint8), [0], LAYERS, deadline_seconds=float("nan"))  # would never be over
+        wrong: list[Any] = [slice(0, WIDTH + 1), slice(5, 5), slice(-1, 4), slice(0, 8, 2), slice(None, 5), slice(0), slice(0.0, 3.5), 3]
+        for columns in wrong:
             with pytest.raises(LayoutError, match="E515"), mover.move(np.zeros((1, WIDTH), np.uint8), [0], [columns]) as move:
                 list(move)
         assert (bytes_of(mover.pages) == 0xAB).all()
     with pytest.raises(Closed, match="E519"):
         mover.move(np.zeros((1, WIDTH), np.uint8), [0], LAYERS)
+
+
+def test_pages_that_may_not_be_written_are_read_only() -> None:
+    pages = np.zeros((4, WIDTH), np.uint8)
+    pages.flags.writeable = False
+    rows = np.ones((1, WIDTH), np.uint8)
+    with CpuMover(pages) as mover:
+        with pytest.raises(LayoutError, match="read-only"):
+            mover.move(rows, [2], LAYERS)
+        with mover.move(rows, [2], LAYERS, to_device=False) as move:
+            list(move)
+    assert not rows.any()
 
 
 def test_pages_that_are_none_and_movers_that_cannot_run_here_are_refused() -> None:

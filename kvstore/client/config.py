@@ -13,6 +13,7 @@ from kvstore import tcp
 from kvstore.errors import ConfigError
 from kvstore.keys import BLOCK_TOKENS
 
+_DEVICE: Final = re.compile(r"[A-Za-z0-9_.-]{1,63}")
 TRANSPORTS: Final = ("auto", "tcp", "rdma")
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{0,64}")
 
@@ -64,9 +65,12 @@ class ClientConfig:
             self._need(name, 0 < getattr(self, name) <= 3600, "above 0, at most 3600")
         self._need("congestion_control", tcp.is_name(self.congestion_control), tcp.NAME_TEXT)
         self._need("transport", self.transport in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}")
-        self._need("rdma_device", bool(re.fullmatch(r"[A-Za-z0-9_.-]{1,63}", self.rdma_device)), "auto, or the name of a device")
+        named = isinstance(self.rdma_device, str) and bool(_DEVICE.fullmatch(self.rdma_device))
+        self._need("rdma_device", named, "auto, or the name of a device")
+        for name in ("rdma_zone_bytes", "rdma_pool_bytes"):
+            self._need(name, isinstance(getattr(self, name), int), "a whole number of bytes")
         self._need("rdma_zone_bytes", 64 << 10 <= self.rdma_zone_bytes <= 1 << 30, "64 KiB to 1 GiB")
-        self._need("rdma_pool_bytes", self.rdma_pool_bytes >= self.rdma_zone_bytes, "at least one zone")
+        self._need("rdma_pool_bytes", self.rdma_zone_bytes <= self.rdma_pool_bytes <= 1 << 40, "at least one zone, at most 1 TiB")
         self._need("close_seconds", 0 <= self.close_seconds <= 3600, "0 to 3600")
         self._need("queue_bytes_max", self.queue_bytes_max >= 1 << 20, "at least 1 MiB")
         self._need("bulk_connections_max", self.bulk_connections_max >= 1, "at least 1")

@@ -19,6 +19,7 @@ current stream was told before `move` is done before the first byte moves, so pa
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -126,8 +127,9 @@ class Move:
                 self._exhausted = True
                 self.finish()
             elif not self._stopped():
-                if not 0 <= columns.start < columns.stop <= self._width or columns.step not in (None, 1):
-                    raise LayoutError("E515", f"columns {columns.start} to {columns.stop}", f"rows have {self._width} bytes")
+                if not _fits(columns, self._width):
+                    told = f"columns {columns.start} to {columns.stop}" if isinstance(columns, slice) else f"layer {columns!r}"
+                    raise LayoutError("E515", told, f"rows have {self._width} bytes", "give slices of whole numbers, both ends named")
                 try:
                     self._last = self._way.start(columns, self._end)
                 except DeadlineExceeded:
@@ -164,6 +166,13 @@ class Move:
             if not self._way.settle(SETTLE_SECONDS):
                 self.lost = True
                 _HELD.append((self._held, self._way))
+
+
+def _fits(columns: Any, width: int) -> bool:
+    if not isinstance(columns, slice) or columns.step not in (None, 1):
+        return False
+    ends = columns.start, columns.stop
+    return all(isinstance(end, (int, np.integer)) for end in ends) and 0 <= columns.start < columns.stop <= width
 
 
 class Mover(ABC):
@@ -208,13 +217,17 @@ class Mover(ABC):
         Raises LayoutError E514 for rows or a table that do not fit, Closed E519."""
         if self._closed:
             raise Closed("E519", f"mover {self.name}", "is closed", "make a new one")
-        places = np.ascontiguousarray(table, np.int64)
-        if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.row_bytes or (rows.size and rows.strides[1] != 1):
-            raise LayoutError(
-                "E514", "rows", f"{rows.dtype} {rows.shape}, pages have {self.row_bytes} bytes", "give (n, row bytes) of uint8"
-            )
-        if not to_device and not rows.flags.writeable:
-            raise LayoutError("E514", "rows", "are read-only", "give memory that may be written")
+        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.row_bytes:
+            told = f"{rows.dtype} {rows.shape}" if isinstance(rows, np.ndarray) else type(rows).__name__
+            raise LayoutError("E514", "rows", f"{told}, pages have {self.row_bytes} bytes", "give (n, row bytes) of uint8")
+        if rows.size and (rows.strides[1] != 1 or (len(rows) > 1 and rows.strides[0] < self.row_bytes)):
+            raise LayoutError("E514", "rows", f"lie {rows.strides} bytes apart", "give them one after the other, each in one piece")
+        target = self.pages if to_device else rows
+        if isinstance(target, np.ndarray) and not target.flags.writeable:
+            raise LayoutError("E514", "pages" if to_device else "rows", "are read-only", "give memory that may be written")
+        if math.isnan(deadline_seconds):
+            raise LayoutError("E514", "deadline_seconds", "is not a number", "give seconds")
+        places = _places_of(table)
         wrong = places.shape != (len(rows),) or (len(places) and (places.min() < 0 or places.max() >= self.pages_count))
         if wrong or len(np.unique(places)) != len(places):
             cause = f"{places.size} places for {len(rows)} rows and {self.pages_count} pages"
@@ -234,6 +247,17 @@ class Mover(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _places_of(table: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Page numbers as they are: 1.9 or True names no page. Raises LayoutError E514."""
+    try:
+        places = np.asarray(table)
+    except (ValueError, TypeError, OverflowError):
+        places = np.empty(1, object)
+    if places.size and (places.dtype.kind not in "iu" or places.max() > np.iinfo(np.int64).max):
+        raise LayoutError("E514", "table", "holds what is no page number", "give whole numbers")
+    return np.ascontiguousarray(places, np.int64)
 
 
 def runs_of(places: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int, int]]:
