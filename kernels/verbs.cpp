@@ -203,8 +203,10 @@ std::shared_ptr<Device> Device::open(const std::string& name) {
     fcntl(device->context->async_fd, F_SETFL, fcntl(device->context->async_fd, F_GETFL) | O_NONBLOCK);
     return device;
   }
-  const std::string what = name == "auto" ? "RDMA" : "RDMA device " + name;
-  throw Fault("E146", what, seen.empty() ? "there is no such device" : seen, "see ibv_devinfo; or use TCP");
+  const bool any = name == "auto";
+  const std::string none = any ? "this host has no device" : "there is no such device";
+  const char* fix = "kvstore doctor lists devices; for TCP: transport tcp, of a node --rdma-device off";
+  throw Fault("E146", any ? "RDMA" : "RDMA device " + name, seen.empty() ? none : seen, fix);
 }
 
 Device::~Device() {

@@ -40,6 +40,7 @@ def test_a_file_comes_back_equal(cli: Cli, tmp_path: Path, size: int) -> None:
     assert put["data"]["blocks_stored"] == put["data"]["blocks"] == -(-size // BLOCK) and put["data"]["blocks_degraded"] == 0
     got = cli.run("get", "in", "-o", "out", "--json")
     assert got.code == 0 and got.json["data"]["file_bytes"] == size
+    assert got.json["data"]["read_bytes_tcp"] >= size and got.json["data"]["read_bytes_rdma"] == 0 and "/s by TCP," in got.stderr
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
     again = cli.run("put", "in", "--json").json
     assert again["data"]["blocks_stored"] == 0, "what is there is not stored twice"
@@ -48,7 +49,7 @@ def test_a_file_comes_back_equal(cli: Cli, tmp_path: Path, size: int) -> None:
 def test_any_block_size_and_a_pipe_and_a_handle_file_do(cli: Cli, tmp_path: Path) -> None:
     content = os.urandom(100_003)
     put = cli.run("put", "-", "--name", "piped data.tar", "--block-bytes", "1KiB", "--handle", "h.json", stdin=content)
-    assert put.code == 0 and "98 blocks" in put.stdout and "kvstore get piped data.tar" in put.stderr
+    assert put.code == 0 and "98 blocks" in put.stdout and "kvstore get 'piped data.tar' -o" in put.stderr
     assert cli.run("get", "--list").stdout.splitlines()[1].split()[:2] == ["piped", "data.tar"]
     elsewhere = Cli(tmp_path / "other", **{k: v for k, v in cli.environ.items() if k == "KVSTORE_MAP"})
     elsewhere.home.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,13 @@ def test_locking_is_tried_and_not_read_from_the_limit() -> None:
     assert memory.memlock(1 << 62, rdma=True).word is Word.BAD
     plain = memory.memlock(1 << 62, rdma=False)
     assert plain.word is Word.WARN and "LimitMEMLOCK=infinity" in plain.fix
+
+
+def test_memory_locked_beyond_the_limit_is_said_to_be_a_privilege(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "lock_refusal", lambda size_bytes: "")
+    for limit, told in ((8192, True), (1 << 30, False), (resource.RLIM_INFINITY, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
+        assert ("CAP_IPC_LOCK" in memory.memlock(1 << 20, rdma=True).found) == told
 
 
 def test_huge_pages_given_are_told_by_the_kernel(tmp_path: Path) -> None:

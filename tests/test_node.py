@@ -216,6 +216,8 @@ def test_a_full_disk_at_the_start_is_one_line_with_its_fix(tmp_path: Path) -> No
         (["--progress-timeout", "soon"], ["E102", "--progress-timeout"]),
         (["--bulk-threads", "0"], ["E121", "bulk_threads is 0"]),
         (["--port", "70000"], ["E121", "port is 70000"]),
+        (["--rdma-memory", "1025KiB"], ["E121", "--rdma-memory", "is 1025KiB", "give 4MiB to 1TiB"]),
+        (["--rdma-connections", "0"], ["E121", "--rdma-connections", "is 0", "give 1 to 1000000"]),
         (["--port", "4000", "--admin-port", "4000"], ["E121", "two are the same"]),
         (["--host", "no-such-address"], ["no-such-address"]),
         (["--host", "192.0.2.1"], ["E124", "192.0.2.1"]),

@@ -41,7 +41,9 @@ docs/RDMA.md explains the lines on RDMA and GPUs.
     parser.add_argument("--data", metavar="DIR", type=Path, help="look at the filesystem of this directory, too")
     parser.add_argument("--pinned", metavar="SIZE", default=None, help="memory that must be lockable (default 1GiB, as kvstore agent)")
     parser.add_argument("--measure", action="store_true", help="measure each mover of host RAM to device memory that can run here")
-    parser.add_argument("--rdma-device", metavar="NAME", default="auto", help="of the loopback mover (default auto: the first that is up)")
+    parser.add_argument(
+        "--rdma-device", metavar="NAME", default="auto", help="with --measure, of the mover loopback (default auto: the first that is up)"
+    )
     parser.add_argument("--settings", dest="show_settings", action="store_true", help="only show each setting, its value and its origin")
     parser.add_argument("--fail-on", metavar="WORD", choices=("bad", "warn"), default="bad", help="exit 1 also for warn (default bad)")
 

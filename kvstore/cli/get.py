@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -23,6 +24,20 @@ from kvstore.errors import InputError, Refused, StorageError, UsageError
 from kvstore.units import format_bytes
 
 TICKET_SECONDS: Final = 5.0  # a ticket is good for about ten
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """How a file came: pieces that were decoded, and bytes that nodes sent for it each way."""
+
+    decoded: int
+    tcp_bytes: int
+    rdma_bytes: int
+
+    @property
+    def way(self) -> str:
+        ways = [name for name, count in (("RDMA", self.rdma_bytes), ("TCP", self.tcp_bytes)) if count]
+        return " and ".join(ways) or "TCP"  # of an empty file nothing is sent
 
 
 def add_parser(subparsers: Any) -> None:
@@ -60,15 +75,17 @@ def run(args: argparse.Namespace) -> int:
     cluster_map = find_map(args)
     started = time.monotonic()
     if target == "-":
-        decoded = _load(sys.stdout.buffer, handle, cluster_map, args)
+        read = _load(sys.stdout.buffer, handle, cluster_map, args)
         sys.stdout.buffer.flush()
     else:
-        decoded = _load_to(Path(target).resolve(), handle, cluster_map, args)
+        read = _load_to(Path(target).resolve(), handle, cluster_map, args)
     seconds = time.monotonic() - started
     rate = format_bytes(handle.file_bytes / max(seconds, 1e-9))
-    args.out.note(f"{target}: {format_bytes(handle.file_bytes)}, bytes equal, {seconds:.2f} s, {rate}/s, {decoded} pieces decoded")
+    size = format_bytes(handle.file_bytes)
+    args.out.note(f"{target}: {size}, bytes equal, {seconds:.2f} s, {rate}/s by {read.way}, {read.decoded} pieces decoded")
     data = {"name": handle.name, "output": target, "file_bytes": handle.file_bytes, "blocks": len(handle.hashes)}
-    args.out.result({**data, "decoded": decoded, "seconds": round(seconds, 6)}, cluster=handle.cluster, epoch=cluster_map.epoch)
+    data |= {"decoded": read.decoded, "read_bytes_tcp": read.tcp_bytes, "read_bytes_rdma": read.rdma_bytes}
+    args.out.result({**data, "seconds": round(seconds, 6)}, cluster=handle.cluster, epoch=cluster_map.epoch)
     return 0
 
 
@@ -83,20 +100,20 @@ def _handle(args: argparse.Namespace) -> Handle:
     return Handle.load(path)
 
 
-def _load_to(path: Path, handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> int:
+def _load_to(path: Path, handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> _Read:
     scratch = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
         with interrupted_by_signals(), scratch.open("wb") as file:
-            decoded = _load(file, handle, cluster_map, args)
+            read = _load(file, handle, cluster_map, args)
         scratch.replace(path)
     finally:
         with suppress(FileNotFoundError):
             scratch.unlink()
-    return decoded
+    return read
 
 
-def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> int:
-    """Writes the whole file; gives the number of pieces that were decoded. Raises StorageError E403 where something is missing."""
+def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> _Read:
+    """Writes the whole file; tells how it came. Raises StorageError E403 where something is missing."""
     from kvstore.client import Client, ClientConfig
 
     keys, total = handle.keys(), len(handle.hashes)
@@ -120,9 +137,10 @@ def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argpar
             file.write(raw)
             left -= len(raw)
             bar.advance(len(wanted))
+        stats = client.stats()
     if whole.hexdigest() != handle.digest:
         raise StorageError("E402", f"{handle.name}", "what came back is not what was put", "keep the logs and report it")
-    return decoded
+    return _Read(decoded, int(stats["read_bytes_tcp"]), int(stats["read_bytes_rdma"]))
 
 
 def _require(found: int, wanted: int, total: int, cluster_map: ClusterMap, args: argparse.Namespace) -> None:

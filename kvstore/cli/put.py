@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import tempfile
@@ -117,7 +118,7 @@ def _tell(out: Output, handle: Handle, epoch: int, path: Path, stored: int, degr
         out.warn(f"{degraded} blocks were stored with a shard or two missing: kvstore status")
     there = f", {blocks - stored} of them were there" if stored < blocks else ""
     out.line(f"{handle.name}  {format_bytes(handle.file_bytes)}, {blocks} block{'s' if blocks != 1 else ''}{there}, {seconds:.2f} s")
-    out.note(f"get it back: kvstore get {handle.name} -o FILE")
+    out.note(f"get it back: kvstore get {shlex.quote(handle.name)} -o FILE")
     data = {"name": handle.name, "handle": str(path), "file_bytes": handle.file_bytes, "block_bytes": handle.block_bytes}
     out.result(
         {**data, "blocks": blocks, "blocks_stored": stored, "blocks_degraded": degraded, "seconds": round(seconds, 6)},

@@ -30,7 +30,8 @@ def memlock(need_bytes: int, rdma: bool) -> Finding:
         "locked": not why,
     }
     if not why:
-        return Finding("memlock", Word.OK, f"limit {limit}; {format_bytes(need_bytes)} can be locked", "", measured)
+        beyond = " all the same: this user is not held to it (CAP_IPC_LOCK)" if soft != resource.RLIM_INFINITY and soft < need_bytes else ""
+        return Finding("memlock", Word.OK, f"limit {limit}; {format_bytes(need_bytes)} can be locked{beyond}", "", measured)
     fix = f"ulimit -l above {need_bytes >> 10} (kB), LimitMEMLOCK=infinity in the unit, or docker run --ulimit memlock=-1"
     after = "RDMA buffers of that size cannot be registered" if rdma else "the agent's memory may be swapped"
     found = f"limit {limit}; {format_bytes(need_bytes)} cannot be locked ({why}): {after}"

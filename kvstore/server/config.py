@@ -60,7 +60,8 @@ class NodeConfig:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if not low <= value <= high:
-                raise _bad(name, value, f"give {low} to {high}")
+                shown = _size if name.endswith("_bytes") else str
+                raise _bad(name, shown(value), f"give {shown(low)} to {shown(high)}")
         if self.io not in IO_ENGINES:
             raise _bad("io", self.io, "give auto, buffered or direct")
         if self.policy not in ("", *POLICIES):
@@ -103,8 +104,16 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
 )
 
 
+def _size(count: float) -> str:
+    """ "4MiB", as a flag takes it: the largest unit that divides it."""
+    power = next((power for power in (4, 3, 2, 1) if count and count % (1 << 10 * power) == 0), 0)
+    return f"{int(count) >> 10 * power}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 def _bad(name: str, value: object, fix: str) -> ConfigError:
-    return ConfigError("E121", f"{name} is {value}", "out of range", fix)
+    flag = next((flag for flag, (field, _) in _FLAGS.items() if field == name), None)  # what a person typed, beside what code calls it
+    what = name if flag in (None, name) else f"--{flag.replace('_', '-')} ({name})"
+    return ConfigError("E121", f"{what} is {value}", "out of range", fix)
 
 
 def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = True) -> None:
@@ -139,7 +148,7 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
     add("--progress-timeout", metavar="TIME", help="a peer that stands still in mid-message is cut after this (default 3s)")
     add("--congestion-control", metavar="NAME", help="of TCP, or host for what this host uses by default (default cubic)")
     add("--rdma-device", metavar="NAME", help="auto (the first that is active; TCP where there is none), off, or a device (default auto)")
-    add("--rdma-memory", metavar="SIZE", help="registered with it, beside --read-memory (default 16MiB)")
+    add("--rdma-memory", metavar="SIZE", help="registered with it, beside --read-memory; at least 4MiB (default 16MiB)")
     add("--rdma-connections", type=int, metavar="N", help="queue pairs; past it clients stay on TCP (default 1024)")
     add(
         "--owner",
