@@ -646,6 +646,15 @@ def test_a_second_agent_on_the_same_socket_is_refused_and_a_stale_socket_is_not(
         assert agent.status()["state"] == "ready"
 
 
+def test_an_agent_that_must_read_by_rdma_and_cannot_does_not_start(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_RDMA_DEVICE", "no_such_device")
+    path = tmp_path / "rdma.sock"
+    config = ProcessConfig(map_path=site.cluster.map_path, socket_path=path, memory_bytes=MIB, transport="rdma")
+    with pytest.raises(ConfigError) as refused:
+        AgentProcess(config).start()
+    assert refused.value.code in ("E145", "E146") and not path.exists()  # no library, or no such device
+
+
 def test_drain_waits_for_what_runs_refuses_what_is_new_and_exits_0(site: Site, tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     with agent_of(site.cluster.map_path, path, *LIMITS) as agent, WorkerAgent(path, layout=V41) as worker:

@@ -45,6 +45,7 @@ from kvstore.clustermap import ClusterMap
 from kvstore.daemon import address_text, run_daemon
 from kvstore.errors import ConfigError, KvstoreError, ProtocolError, Unreachable
 from kvstore.http import HttpServer, daemon_pages
+from kvstore.layout import Layout
 from kvstore.mapfile import LOOK_SECONDS, MapFile
 from kvstore.server.log import Log, LogHandler
 from kvstore.server.ports import port_fault
@@ -119,6 +120,7 @@ class AgentProcess:
         self.map = ClusterMap.load(config.map_path)
         self._ticket_key = read_ticket_key(config.ticket_key_path, "E185") if config.ticket_key_path is not None else b""
         self._check_socket()
+        self._check_transport()
         try:
             self.memory_fd, self.memory = make_memory("kvstore-agent", config.memory_bytes, read_only=True)
         except OSError as error:
@@ -135,6 +137,11 @@ class AgentProcess:
             self.http = HttpServer(config.http_host, config.http_port, daemon_pages(self.checks, lambda: generate_latest(registry)))
         self._listen()
         self.log.info(f"kvstore {version()}, agent for cluster {self.map.cluster_id}, epoch {self.map.epoch}, pid {os.getpid()}")
+
+    def _check_transport(self) -> None:
+        """Raises ConfigError E145 to E148 where reads must go by RDMA and cannot: now, not when the first worker comes."""
+        if (self.config.transport or ClientConfig().transport) == "rdma":
+            Client(self.map, layout=Layout.single(4096), config=ClientConfig(transport="rdma")).close()  # of any layout: nothing is read
 
     def _check_socket(self) -> None:
         """Raises ConfigError E188 where another agent answers or starts, E100 where there is something that is no socket."""
