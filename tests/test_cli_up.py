@@ -139,7 +139,7 @@ def test_a_full_disk_is_told_before_anything_starts(tmp_path: Path) -> None:
     inside = 'mount -t tmpfs -o size=64m none small && exec "$@"'
     command = ["unshare", "-rm", "sh", "-c", inside, "sh", *cli.command("up", "--dir", "small", *SMALL)]
     done = subprocess.run(command, cwd=tmp_path, env=dict(cli.environ), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("error[E143] ") and "67.1 MB free" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error[E143] ") and "67.1 MB free: a cluster needs 1.1 GB" in done.stderr
 
 
 def test_a_daemon_that_dies_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:

@@ -138,7 +138,10 @@ def check_room(cluster: LocalCluster, port: int = 0) -> str:
     free = shutil.disk_usage(place).free
     if free < FREE_BYTES_MIN:
         raise UsageError(
-            "E143", f"{place} has {format_bytes(free)} free", "a cluster needs 1 GB to start", "free some, or name a directory elsewhere"
+            "E143",
+            f"{place} has {format_bytes(free)} free",
+            f"a cluster needs {format_bytes(FREE_BYTES_MIN)} to start",
+            "free some, or name another place",
         )
     text = f"{format_bytes(free)} free"
     wanted = cluster.capacity_bytes * cluster.nodes_count
