@@ -48,8 +48,9 @@ Loop::Turn BulkLoop::serve(Conn& conn) {
       others_[next_other_++ % others_.size()]->post(std::move(message));
       return Turn::MOVED;
     }
-    if (conn.eof && (b.verbs || b.requests.empty()) && !conn.pending()) return Turn::CLOSE;
-    if (b.verbs && conn.hangup) return Turn::CLOSE;   // what it asked for it will not take
+    const bool by_rdma = b.verbs || (b.verbs_settled && !b.verbs_settled->load());   // or will be
+    if (conn.eof && (by_rdma || b.requests.empty()) && !conn.pending()) return Turn::CLOSE;
+    if (by_rdma && conn.hangup) return Turn::CLOSE;   // what it asked for it will not take
     if (sent == Step::STUCK && received == Step::STUCK) return Turn::REST;
   }
   return Turn::AGAIN;
@@ -73,10 +74,12 @@ void BulkLoop::on_closed(Conn& conn) {
   sub(shared_.inflight, conn.bulk->requests.size());
 }
 
+bool BulkLoop::owes_by_rdma(const BulkState& b) { return b.verbs && (b.verbs->starved || !b.verbs->posted.empty()); }   // credits, acknowledgements
+
 bool BulkLoop::owes(const Conn& conn) const {
   const BulkState& b = *conn.bulk;
   if (conn.pending() || b.tail.bytes) return true;                       // room
-  if (b.verbs && (b.verbs->starved || !b.verbs->posted.empty())) return true;   // credits, or acknowledgements
+  if (owes_by_rdma(b)) return true;
   if (!b.requests.empty() && !wants_input(conn)) return false;           // our turn
   return b.input != BulkState::Input::HEADER ? b.input != BulkState::Input::STOPPED : b.got > 0;   // the rest of a frame
 }
@@ -303,7 +306,7 @@ BulkLoop::Step BulkLoop::take(Conn& conn, uint8_t* to, uint64_t want, int64_t& b
     return Step::STUCK;
   }
   b.got += uint64_t(n);
-  conn.moved(uint64_t(n));
+  if (!owes_by_rdma(b)) conn.moved(uint64_t(n));   // else it would buy itself time for the pool's memory by talking
   budget -= n;
   add(shared_.stats.bytes_in, uint64_t(n));
   return Step::MOVED;

@@ -37,7 +37,8 @@ struct BulkState {
   bool waiting = false;             // the front READ waits for its engine
   Source tail;                      // of the item being sent: what follows conn.out
   bool item_open = false;
-  bool verbs_asked = false;         // one VERBS_OPEN a connection
+  // One VERBS_OPEN a connection. Null: not asked. What it says: nobody waits for the answer, which has come, or has nowhere to go.
+  std::shared_ptr<std::atomic<bool>> verbs_settled;
   std::unique_ptr<VerbsState> verbs;
 };
 
@@ -59,6 +60,7 @@ class BulkLoop final : public Loop {
 
  private:
   enum class Step : uint8_t { MOVED, STUCK, DEAD };
+  static bool owes_by_rdma(const BulkState& b);
   Step send_some(Conn& conn, int64_t& budget);
   Step send_items(Conn& conn, BulkRequest& request, int64_t& budget);
   Step send_tail(Conn& conn, int64_t& budget);

@@ -2,6 +2,8 @@
 #include "server_verbs.hpp"
 
 #include <arpa/inet.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -14,6 +16,7 @@ namespace {
 constexpr uint32_t SENDS = 64;                  // work requests of a connection: what is in flight, and one kept free for a flush
 constexpr uint32_t SIGNAL_EVERY = 8;            // items: the last of a request, and the last before a rest, are signalled in any case
 constexpr uint64_t CHUNK_BYTES = 512 << 10;     // of one work request
+constexpr uint32_t PROGRESS_BYTES_MIN = 4 << 10;  // a work request counts as this much at least: many are of no bytes
 constexpr uint64_t FLYING_BYTES_MAX = 2 << 20;  // of one connection: a rack's bandwidth times its delay is less
 }  // namespace
 
@@ -23,10 +26,15 @@ VerbsServer::VerbsServer(const ServerConfig& config)
       pairs_max(config.rdma_pairs_max) {}
 
 void VerbsServer::share(const Arena& arena) {
+  const uint64_t host_bytes = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
+  if (arena.capacity_bytes() > host_bytes)   // the kernel would lock page after page until it kills somebody
+    throw verbs::Fault("E147", "registering " + std::to_string(arena.capacity_bytes() >> 10) + " KiB with " + device->name,
+                       "this host has " + std::to_string(host_bytes >> 10) + " KiB of memory", "smaller --rdma-memory and --read-memory");
   regions_.push_back(std::make_unique<verbs::Region>(device, arena.base(), arena.capacity_bytes(), 0));
 }
 
 void VerbsServer::close() {
+  set_ups.stop();
   worker.stop();
   regions_.clear();
 }
@@ -39,7 +47,37 @@ const ibv_mr* VerbsServer::region_of(const uint8_t* at) const {
   return nullptr;
 }
 
+Status VerbsServer::connect(const wire::VerbsOpen& peer, std::shared_ptr<verbs::Endpoint>& endpoint) {
+  try {
+    std::shared_ptr<verbs::Endpoint> made;
+    {
+      std::lock_guard lock(making_);
+      if (device->queue_pairs.load() >= pairs_max) return Status::BUSY;
+      made = std::make_shared<verbs::Endpoint>(device, verbs::Depths{SENDS, 0, 2}, 0);
+    }
+    std::string why;
+    if (!made->connect(peer, why)) return Status::INTERNAL;
+    endpoint = std::move(made);
+    return Status::OK;
+  } catch (const std::exception&) {   // the device has no more of something
+    return Status::INTERNAL;
+  }
+}
+
 // --- set-up and end ---
+
+namespace {
+// Whose turn a set-up is: the address that the connection comes from, without its port.
+std::string host_of(int fd) {
+  sockaddr_storage at{};
+  socklen_t bytes = sizeof at;
+  getpeername(fd, reinterpret_cast<sockaddr*>(&at), &bytes);
+  const auto* a4 = reinterpret_cast<const sockaddr_in*>(&at);
+  const auto* a6 = reinterpret_cast<const sockaddr_in6*>(&at);
+  if (at.ss_family == AF_INET6) return {reinterpret_cast<const char*>(&a6->sin6_addr), sizeof a6->sin6_addr};
+  return {reinterpret_cast<const char*>(&a4->sin_addr), sizeof a4->sin_addr};
+}
+}  // namespace
 
 void BulkLoop::share_pool() {
   pool_ = std::make_unique<Arena>(shared_.verbs->pool_bytes);
@@ -52,34 +90,24 @@ void BulkLoop::on_verbs_open(Conn& conn) {
   if (b.body.size() != sizeof peer) return refuse(conn, Status::BAD_REQUEST);
   if (wire::body_check(b.body.data(), sizeof peer) != b.header.body_check) return refuse(conn, Status::CORRUPT);
   std::memcpy(&peer, b.body.data(), sizeof peer);
-  if (b.verbs_asked || !verbs::valid_peer(peer, true)) return refuse(conn, Status::BAD_REQUEST);
-  b.verbs_asked = true;
+  if (b.verbs_settled || !verbs::valid_peer(peer, true)) return refuse(conn, Status::BAD_REQUEST);
+  b.verbs_settled = std::make_shared<std::atomic<bool>>(false);
   BulkRequest& r = enqueue(conn, b.header);
   VerbsServer* server = shared_.verbs;
   if (!server || shared_.draining.load()) {
+    b.verbs_settled->store(true);
     r.done = true;
     r.status = server ? Status::DRAINING : Status::NOT_FOUND;
     return;
   }
-  server->worker.run([this, server, peer, id = conn.id, serial = r.serial] {
+  server->set_ups.run(host_of(conn.fd), [this, server, peer, id = conn.id, serial = r.serial, settled = b.verbs_settled] {
+    if (settled->load()) return;   // its connection has gone: one that named nobody's address held up its host alone, and that is over
     Message m;
     m.kind = Message::Kind::VERBS_READY;
     m.conn = id;
     m.serial = serial;
     m.peer = peer;
-    m.status = Status::BUSY;
-    if (server->device->queue_pairs.load() < server->pairs_max) {
-      m.status = Status::INTERNAL;
-      try {
-        auto endpoint = std::make_shared<verbs::Endpoint>(server->device, verbs::Depths{SENDS, 0, 2}, 0);
-        std::string why;
-        if (endpoint->connect(peer, why)) {
-          m.status = Status::OK;
-          m.endpoint = std::move(endpoint);
-        }
-      } catch (const std::exception&) {   // the device has no more of something
-      }
-    }
+    m.status = shared_.draining.load() ? Status::DRAINING : server->connect(peer, m.endpoint);
     post(std::move(m));
   });
 }
@@ -94,6 +122,7 @@ void BulkLoop::on_verbs_ready(Conn* conn, Message& m) {
     if (m.endpoint) shared_.verbs->worker.run([gone = std::move(m.endpoint)]() mutable { gone.reset(); });
     return;
   }
+  conn->bulk->verbs_settled->store(true);
   asked->done = true;
   asked->status = m.status;
   if (m.status != Status::OK) return;
@@ -107,6 +136,7 @@ void BulkLoop::on_verbs_ready(Conn* conn, Message& m) {
 }
 
 void BulkLoop::end_verbs(Conn& conn) {
+  if (conn.bulk->verbs_settled) conn.bulk->verbs_settled->store(true);
   std::shared_ptr<VerbsState> state = std::move(conn.bulk->verbs);
   if (!state) return;
   watch(state->endpoint->fd(), conn.id, false);
@@ -146,7 +176,7 @@ bool BulkLoop::reap(Conn& conn) {
         v.posted.pop_front();
         v.first_seq++;
         v.flying_bytes -= done.bytes;
-        conn.moved(done.bytes);
+        conn.moved(std::max(done.bytes, PROGRESS_BYTES_MIN));
         add(shared_.stats.verbs_bytes, done.bytes);
         freed |= bool(done.buffer);
         if (!done.item_end) continue;

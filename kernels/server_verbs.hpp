@@ -1,7 +1,7 @@
 // The daemon's end of RDMA: answers to VERBS_READ are written into the client's landing zone. docs/PROTOCOL.md (RDMA) is the text.
 //
-// Queue pairs are made and unmade by one worker thread (what waits on a device never waits in a loop), used by the bulk loop of their
-// connection. Memory is registered at start, for local reads only: the direct engine's arena, and a pool in each bulk loop through which
+// Queue pairs are made and unmade by threads of their own (what waits on a device, or on the way to a peer, never waits in a loop), used by
+// the bulk loop of their connection. Memory is registered at start, for local reads only: the direct engine's arena, and a pool in each bulk loop through which
 // goes what lies elsewhere (checks, small pieces, the page cache). It returns to its owner when the device has said that it is done with
 // it (a completion), or when the queue pair is gone.
 #pragma once
@@ -18,13 +18,17 @@ class VerbsServer {
   void share(const Arena& arena);                     // registers it; verbs::Fault. Before the threads start
   void close();                                       // after the loops: queue pairs are gone, and what was registered is let go
   const ibv_mr* region_of(const uint8_t* at) const;   // null: not registered
+  // OK: an endpoint that may write to `peer`. May wait a second for the way there.
+  Status connect(const wire::VerbsOpen& peer, std::shared_ptr<verbs::Endpoint>& endpoint);
 
   const std::shared_ptr<verbs::Device> device;
   const uint64_t pool_bytes;      // of each bulk loop
   const uint32_t pairs_max;
-  verbs::Worker worker;
+  verbs::SetUps set_ups;   // make queue pairs
+  verbs::Worker worker;    // unmakes them
 
  private:
+  std::mutex making_;      // so that no more are made than may be
   std::vector<std::unique_ptr<verbs::Region>> regions_;
 };
 

@@ -481,4 +481,51 @@ void Worker::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
+// --- SetUps ---
+
+void SetUps::run(const std::string& host, std::function<void()> task) {
+  std::lock_guard lock(mutex_);
+  if (stopping_) return;
+  auto [at, fresh] = hosts_.try_emplace(host);
+  at->second.push_back(std::move(task));
+  if (!fresh) return;   // its turn comes when what runs of it is over
+  turns_.push_back(host);
+  if (threads_.size() < THREADS) threads_.emplace_back([this] { loop(); });
+  changed_.notify_one();
+}
+
+void SetUps::loop() {
+  pthread_setname_np(pthread_self(), "kv-verbs-open");
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return stopping_ || !turns_.empty(); });
+    if (stopping_) return;
+    const std::string host = std::move(turns_.front());
+    turns_.pop_front();
+    auto task = std::move(hosts_[host].front());
+    hosts_[host].pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;   // what it held may wait on the device, too
+    lock.lock();
+    if (hosts_[host].empty()) hosts_.erase(host);
+    else turns_.push_back(host);   // for this thread, or one that is awake
+  }
+}
+
+void SetUps::stop() {
+  std::vector<std::thread> threads;
+  decltype(hosts_) dropped;   // what the tasks hold goes without the lock
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    for (const auto& host : turns_) dropped.insert(hosts_.extract(host));
+    turns_.clear();
+    threads.swap(threads_);
+    changed_.notify_all();
+  }
+  for (auto& thread : threads) thread.join();
+  hosts_.clear();             // of those whose task ran
+}
+
 }  // namespace kv::verbs

@@ -7,6 +7,7 @@
 //   ZonePool    registered memory, cut into landing zones
 //   Landing     a client's endpoint and its landing zone, which it fences (below)
 //   Worker      one thread for what may wait on a device or on the kernel
+//   SetUps      some threads for what may wait on the way to a peer, which the peer names
 //
 // Fence: a zone is writable by one queue pair, and returns to its pool only after that pair was reset (no packet is taken any more once
 // ibv_modify_qp has returned) and its window or registration is gone. Where the device refuses, the zone is never used again.
@@ -23,6 +24,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "wire.hpp"
@@ -212,6 +214,25 @@ class Worker {
   std::deque<std::function<void()>> tasks_;
   bool stopping_ = false;
   std::thread thread_;                    // started by the first task
+};
+
+// Tasks that may each wait a second because a peer wants it so: of each host one at a time, in order; of several hosts at once. So a host
+// keeps itself waiting, not others. Any thread.
+class SetUps {
+ public:
+  ~SetUps() { stop(); }
+  void run(const std::string& host, std::function<void()> task);   // after stop(): not at all
+  void stop();                            // what is not begun is dropped; joins
+
+ private:
+  static constexpr size_t THREADS = 8;    // started when there is something for them
+  void loop();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unordered_map<std::string, std::deque<std::function<void()>>> hosts_;   // with tasks waiting or running
+  std::deque<std::string> turns_;         // of them, in order: those of which none is running
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace kv::verbs
