@@ -49,6 +49,15 @@ def nic(root: Path, *, pci: str = "", state: str = "4: ACTIVE", v2: bool = True,
         (folder / "device").symlink_to((root / "sys/bus/pci/devices" / pci).resolve())
 
 
+def test_a_port_or_gid_that_no_kernel_should_name_so_stops_nothing(tmp_path: Path) -> None:
+    nic(tmp_path)
+    write(tmp_path / "sys/class/infiniband/mlx5_0/ports/1foo/state", "4: ACTIVE")
+    write(tmp_path / "sys/class/infiniband/mlx5_0/ports/1/gids/2", "0000:0000:0000:0000:0000:ffff:0a4d:zz")
+    (device,) = rdma.rdma_devices(tmp_path)
+    assert [port.number for port in device.ports] == [1]
+    assert "0a4d:zz" in rdma._judged(device).found
+
+
 def functions(root: Path, **places: str) -> None:
     """PCI functions: address (with _ for : and .) -> the bridges above it, below sys/devices; and their NUMA node after @."""
     for short, above in places.items():

@@ -96,7 +96,8 @@ def rdma_devices(root: Path = Path("/")) -> list[RdmaDevice]:
         hardware = (folder / "device").resolve() if (folder / "device").exists() else None
         pci = hardware.name if hardware is not None and hardware.name.count(":") == 2 else ""
         driver = (hardware / "driver").resolve().name if hardware is not None and (hardware / "driver").exists() else "soft"
-        ports = tuple(_port(each, root) for each in sorted((folder / "ports").glob("[0-9]*"), key=lambda path: int(path.name)))
+        numbers = sorted(int(path.name) for path in (folder / "ports").glob("[0-9]*") if path.name.isdecimal())
+        ports = tuple(_port(folder / "ports" / str(number), root) for number in numbers)
         node_file = _node_file(root, folder.name)
         usable = bool(node_file) and os.access(root / node_file.lstrip("/"), os.R_OK | os.W_OK)
         found.append(RdmaDevice(folder.name, ports, driver, pci, text_of(folder / "fw_ver"), node_file, usable))
@@ -197,7 +198,10 @@ def _gid_text(gid: Gid) -> str:
     """An IPv4-mapped one as the address that it is."""
     if not gid.is_v2_ipv4:
         return gid.gid
-    high, low = (int(part, 16) for part in gid.gid.split(":")[-2:])
+    try:
+        high, low = (int(part, 16) for part in gid.gid.split(":")[-2:])
+    except ValueError:  # a driver's mistake: shown as it is
+        return gid.gid
     return f"{high >> 8}.{high & 255}.{low >> 8}.{low & 255}"
 
 
