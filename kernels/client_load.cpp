@@ -415,6 +415,7 @@ void LoadJob::tick() {
   std::vector<std::shared_ptr<Stream>> streams;
   {
     std::lock_guard lock(mutex_);
+    if (ended_) return;   // meanwhile: its streams go with it
     streams = streams_;
   }
   Todo todo;
