@@ -21,7 +21,7 @@ from kvstore.wire import Gone
 
 _BATCH_ROWS: Final = 256
 _PEEK_ROWS: Final = 64
-_NICE: Final = 10  # as kernels/priority.hpp
+_NICE: Final = 12  # as kernels/priority.hpp
 _BACKOFF_SECONDS: Final = (0.05, 2.0)  # nothing could go (all is promised): first and longest pause
 
 OnEvicted = Callable[[str, str, Sequence[int], Sequence[float]], None]
