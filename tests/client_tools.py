@@ -107,6 +107,18 @@ def store(client: Client, keys: Keys, *, first: int = 0, salt: int = 0, lengths:
     return data
 
 
+def ticket_of_all(client: Client, keys: Keys) -> Ticket:
+    """Names every shard. (A node that was silent for too long has none in it, and that is a whole hit, too.)"""
+    found: list[Ticket] = []
+
+    def whole() -> bool:
+        found[:] = [client.lookup(keys)]
+        return found[0].hit_blocks == len(keys) and not found[0].extents["absent"].any()
+
+    until(whole, "a ticket with every shard")
+    return found[0]
+
+
 def whole_ticket(client: Client, keys: Keys) -> Ticket:
     """Of all blocks, at once; emulated, where a lookup may find its nodes silent for longer than it waits, after a while."""
     found = client.lookup(keys)

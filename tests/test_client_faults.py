@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from client_tools import EMULATED, NO_REUSE, SMALL, V41, Blocks, bytes_of, chain, load, paced, store, whole_ticket
+from client_tools import EMULATED, NO_REUSE, SMALL, V41, Blocks, bytes_of, chain, load, paced, store, ticket_of_all, whole_ticket
 from faultpeer import Gate, Item, ItemRule, PeerCluster, Raw, item_body, with_lie
 
 from kvstore import wire
@@ -26,7 +26,7 @@ class Stored:
         self.keys: Keys = chain(blocks, layout)
         self.data: Blocks = store(self.client, self.keys)
         self.client.flush()
-        self.ticket: Ticket = whole_ticket(self.client, self.keys)
+        self.ticket: Ticket = ticket_of_all(self.client, self.keys)
 
     def holder(self, shard: int) -> int:
         """Number of the peer with this shard of the first extent."""
@@ -150,7 +150,7 @@ def test_late_shards_are_not_waited_for_and_never_land_late(stored: Stored, shar
     gate.open()
     for shard in shards:
         stored.rule(shard, None)
-    again, other = load(stored.client, whole_ticket(stored.client, stored.keys), deadline_seconds=paced(5.0))
+    again, other = load(stored.client, ticket_of_all(stored.client, stored.keys), deadline_seconds=paced(5.0))
     assert again.blocks == 20 and np.array_equal(other, stored.data)
     assert (place == 0x5A).all(), "a late reply wrote into memory that was handed on"
 
@@ -192,7 +192,7 @@ def test_a_load_that_nobody_answers_ends_at_its_deadline(stored: Stored) -> None
     gate.open()
     for peer in stored.cluster.peers:
         peer.item_rule = None
-    again, other = load(stored.client, whole_ticket(stored.client, stored.keys), deadline_seconds=paced(5.0))
+    again, other = load(stored.client, ticket_of_all(stored.client, stored.keys), deadline_seconds=paced(5.0))
     assert again.blocks == 20 and np.array_equal(other, stored.data) and (place == 0x5A).all()
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, V41, Blocks, bytes_of, chain, store, until, until_whole
+from client_tools import NO_REUSE, SMALL, V41, Blocks, bytes_of, chain, store, ticket_of_all, until, until_whole
 from faultpeer import Item, PeerCluster
 from verbs.nodes import cluster
 
 from kvstore import record, wire
-from kvstore.client import Client, LoadOutcome, Ticket
+from kvstore.client import Client, LoadOutcome
 from kvstore.client.direct import DirectMemory, DirectRead
 from kvstore.errors import LayoutError, MisuseError
 from kvstore.keys import Keys
@@ -67,18 +67,6 @@ def test_bodies_lie_in_the_callers_memory_and_links_leave_nothing(tmp_path: Path
             assert memory._core.registered_bytes >= len(memory.zone)
         until(lambda: all(node.stats["verbs_queue_pairs"] == 0 for node in nodes), "all queue pairs are gone")
         assert client.stats()["read_bytes_tcp"] == 0
-
-
-def ticket_of_all(client: Client, keys: Keys) -> Ticket:
-    """Names every shard. (A node that was silent for too long has none in it, and that is a whole hit, too.)"""
-    found: list[Ticket] = []
-
-    def whole() -> bool:
-        found[:] = [client.lookup(keys)]
-        return found[0].hit_blocks == len(keys) and not found[0].extents["absent"].any()
-
-    until(whole, "a ticket with every shard")
-    return found[0]
 
 
 @pytest.fixture
