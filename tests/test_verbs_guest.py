@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from native_tools import build_native
-from verbs.guest import pytest_in_guest, run_in_guest
+from verbs.guest import folder_in_guest, pytest_in_guest, run_in_guest
 
 RDMA = ("KVSTORE_TRANSPORT=rdma", "KVSTORE_RDMA_DEVICE=rxe1")  # of clients; daemons take the first device, rxe0
 GUEST_SECONDS = 6000 if os.environ.get("SIZE") == "full" else 900
@@ -38,9 +38,10 @@ SUITE = (
 
 
 @pytest.mark.timeout(GUEST_SECONDS + 100)
-def test_verbs_in_a_guest(tmp_path: Path) -> None:
-    cycles = build_native("verbs_cycles", ("verbs", "verbs_zone"), tmp_path)
-    report = pytest_in_guest("tests/verbs", *FAST, seconds=GUEST_SECONDS, env=(f"KVSTORE_VERBS_CYCLES={cycles}",))
+def test_verbs_in_a_guest() -> None:
+    with folder_in_guest() as programs:
+        cycles = build_native("verbs_cycles", ("verbs", "verbs_zone"), programs)
+        report = pytest_in_guest("tests/verbs", *FAST, seconds=GUEST_SECONDS, env=(f"KVSTORE_VERBS_CYCLES={cycles}",))
     assert " passed" in report, report
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from native_tools import ROOT, build_native
-from verbs.guest import run_in_guest
+from verbs.guest import folder_in_guest, run_in_guest
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 SANITIZERS = ["address,undefined", "thread"]
@@ -26,9 +26,10 @@ OPTIONS = (
 
 @pytest.mark.parametrize("fence", ["windows", "registrations"])
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_both_ends_connected_and_destroyed_have_nothing_to_report(tmp_path: Path, sanitizer: str, fence: str) -> None:
-    program = build_native("verbs_cycles", ("verbs", "verbs_zone"), tmp_path, sanitizer)
-    ran = run_in_guest(str(program), "200", "rxe1", "rxe0", fence, seconds=900, env=OPTIONS)
+def test_both_ends_connected_and_destroyed_have_nothing_to_report(sanitizer: str, fence: str) -> None:
+    with folder_in_guest() as programs:
+        program = build_native("verbs_cycles", ("verbs", "verbs_zone"), programs, sanitizer)
+        ran = run_in_guest(str(program), "200", "rxe1", "rxe0", fence, seconds=900, env=OPTIONS)
     assert ran.returncode == 0 and ran.stderr == "", ran.stderr[-4000:]
 
 

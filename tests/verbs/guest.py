@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,15 +26,22 @@ def has_devices() -> bool:
     return DEVICES.is_dir() and any(DEVICES.iterdir())
 
 
+@contextmanager
+def folder_in_guest() -> Iterator[Path]:
+    """A folder that a guest sees too: within the checkout, for the host's /tmp is hidden there by one of the guest's own."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="guest-", dir=ROOT / "build") as folder:
+        yield Path(folder)
+
+
 def run_in_guest(*command: str, seconds: float, hosts: int = 1, env: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Runs `command`, relative to the checkout, in one guest or, with `hosts` 2, in each of two; its exit status and output come back.
 
     A folder of its own under build/ is shared, so that the checkout is read-only there and tests that write leave nothing behind."""
     if not TOOL.exists():
         pytest.skip(f"no kernel with RDMA to be had: {TOOL.parent.parent.name}/rdma/rdma-vm is not beside this checkout")
-    (ROOT / "build").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="guest-", dir=ROOT / "build") as share:
-        words = [str(TOOL), "--share", share, "--timeout", f"{seconds:g}", "--hosts", str(hosts), "--memory", str(MEMORY_MIB)]
+    with folder_in_guest() as share:
+        words = [str(TOOL), "--share", str(share), "--timeout", f"{seconds:g}", "--hosts", str(hosts), "--memory", str(MEMORY_MIB)]
         for variable in (f"KVSTORE_GUEST_SHARE={share}", "PYTHONDONTWRITEBYTECODE=1", *env):
             words += ["--env", variable]
         words += ["--", *command]
