@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,10 @@ def fuzz(server: Daemon, seed: int, frames_count: int) -> None:
         thread.join()
 
 
+TURNS = 5
+GROWN_BYTES_MAX = 1 << 20  # of a turn: some 50 to 250 bytes a frame at the small sizes, 5 at the long one
+
+
 @pytest.mark.parametrize(
     "frames_count", [100_000, pytest.param(1_000_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])], ids=["quick", "long"]
 )
@@ -145,16 +150,19 @@ def test_no_frame_harms_the_daemon(tmp_path: Path, io: str, frames_count: int) -
     frames_count = frames_count if io == "buffered" or frames_count > 100_000 else frames_count // 5
     with daemon(tmp_path, "--io", io) as server:
         assert server.write(KNOWN) == [Status.OK]
-        fuzz(server, 1, frames_count // 5)  # warm: threads' arenas and buffers have their sizes
-        server.close_connections()
-        until(lambda: server.connections() == 0, "quiet")
-        before = server.rss_bytes(), server.descriptors(), server.threads()
-        fuzz(server, 1000, frames_count - frames_count // 5)
-        assert server.alive, server.process.returncode
-        until(lambda: server.connections() == 0, "all connections are forgotten")
+        resident: list[int] = []
+        for turn in range(TURNS):
+            fuzz(server, 1000 * turn, frames_count // TURNS)
+            assert server.alive, server.process.returncode
+            server.close_connections()
+            until(lambda: server.connections() == 0, "all connections are forgotten")
+            if not turn:  # threads and their arenas come with the first frames
+                before = server.descriptors(), server.threads()
+            resident.append(server.rss_bytes())
         # gRPC, which answers connections(), starts threads as it likes: a few.
-        until(lambda: server.descriptors() <= before[1] + 4 and server.threads() <= before[2] + 4, "descriptors and threads as before")
-        assert server.rss_bytes() - before[0] < 8 << 20
+        until(lambda: server.descriptors() <= before[0] + 4 and server.threads() <= before[1] + 4, "descriptors and threads as before")
+        grown = [after - earlier for earlier, after in pairwise(resident)]
+        assert min(grown) < GROWN_BYTES_MAX, grown  # arenas grow now and then; a leak does in every turn
         bulk = server.bulk()
         bulk.send(wire.encode(Verb.READ, wire.encode_read([extent_of(KNOWN)], [(0, p) for p in range(4)])))
         for plane in range(4):
