@@ -17,7 +17,8 @@ NO_DEVICE = "none-of-these"
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"transport": "ib"}, {"rdma_device": "a b"}, {"rdma_device": 3}, {"rdma_pool_bytes": 1 << 20}, {"rdma_pool_bytes": 1 << 80},
+        {"transport": "ib"}, {"rdma_device": "a b"}, {"rdma_device": 3},
+        {"rdma_pool_bytes": 1 << 20, "rdma_zone_bytes": 4 << 20}, {"rdma_pool_bytes": 1 << 80},
         {"rdma_pool_bytes": 1.5e9}, {"rdma_zone_bytes": 4.5e6},
     ],
     ids=str,
