@@ -385,7 +385,7 @@ void bind_client(nanobind::module_& m) {
           "__init__",
           [](ClientCore* self, const std::vector<std::string>& addresses, const nb::bytes& cluster, uint64_t epoch, uint32_t k, uint32_t m,
              uint32_t threads, uint32_t bulk_connections_max, uint64_t queue_bytes_max, double connect_timeout_seconds, double stall_timeout_seconds,
-             double drain_timeout_seconds, double idle_timeout_seconds, double store_deadline_seconds, const std::string& congestion_control, bool directories,
+             double drain_timeout_seconds, double plane_wait_seconds, double idle_timeout_seconds, double store_deadline_seconds, const std::string& congestion_control, bool directories,
              const std::string& transport, const std::string& rdma_device, uint64_t rdma_zone_bytes, uint64_t rdma_pool_bytes, bool rdma_windows) {
             need(transport == "tcp" || transport == "auto" || transport == "rdma", "transport: tcp, auto or rdma");
             need(threads >= 1 && threads <= 64, "threads: 1 to 64");
@@ -398,6 +398,7 @@ void bind_client(nanobind::module_& m) {
             net.connect_timeout_ns = nanoseconds(connect_timeout_seconds);
             net.stall_timeout_ns = nanoseconds(stall_timeout_seconds);
             net.drain_timeout_ns = nanoseconds(drain_timeout_seconds);
+            net.plane_wait_ns = nanoseconds(plane_wait_seconds);
             net.congestion_control = congestion_control;
             if (directories) net.small_role = wire::Role::DIRECTORY;
             net.idle_timeout_ns = nanoseconds(idle_timeout_seconds);
@@ -416,7 +417,7 @@ void bind_client(nanobind::module_& m) {
             }
           },
           "addresses"_a, "cluster"_a, "epoch"_a, "k"_a, "m"_a, "threads"_a = 2, "bulk_connections_max"_a = 2048, "queue_bytes_max"_a = uint64_t(1) << 30,
-          "connect_timeout_seconds"_a = 1.0, "stall_timeout_seconds"_a = 3.0, "drain_timeout_seconds"_a = 1.0, "idle_timeout_seconds"_a = 60.0,
+          "connect_timeout_seconds"_a = 1.0, "stall_timeout_seconds"_a = 3.0, "drain_timeout_seconds"_a = 1.0, "plane_wait_seconds"_a = 0.002, "idle_timeout_seconds"_a = 60.0,
           "store_deadline_seconds"_a = 10.0, "congestion_control"_a = "", "directories"_a = false,
           "transport"_a = "tcp", "rdma_device"_a = "auto", "rdma_zone_bytes"_a = uint64_t(4) << 20, "rdma_pool_bytes"_a = uint64_t(256) << 20,
           "rdma_windows"_a = true)

@@ -303,6 +303,7 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   void settle(Stream& stream, uint32_t end);                     // items before `end` came or will not
   void grant_more();                                             // with the job's lock
   void grant(uint32_t pairs);                                    // likewise
+  void grant_if_still(int64_t now);                              // by tick()
   void launch(std::shared_ptr<Stream> stream, bool fresh = false);
   void tick();
   void arm_tick(Loop& loop);
@@ -326,6 +327,9 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   std::vector<uint64_t> ends_;                // bytes of the first 1, 2, ... (extent, plane) in the order of asking; empty: all is asked at once
   std::atomic<uint32_t> granted_{UINT32_MAX}; // so many may be asked
   std::atomic<uint64_t> settled_bytes_{0}, grant_at_{UINT64_MAX};   // what came; and with how much more may be asked
+  bool was_still_ = false;                    // nothing came for a while
+  uint64_t still_bytes_ = 0;                  // of tick() alone: what had come, and since when nothing more has
+  int64_t still_since_ns_ = 0;
   std::atomic<bool> over_{false};
 };
 

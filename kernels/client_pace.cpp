@@ -5,8 +5,9 @@
 // asked for when little of those before is left to come.
 //
 // It goes on whatever nodes do. A pair (extent, plane) that was asked for completes, and then the bytes of k shards of it came; or its extent
-// fails, and then all is asked for. And m of k + m nodes hold nobody up while the others turn to parity: what they may owe counts as little.
-// The later a plane, the more may be due before it: it has more time, and disk, wire and client work at once only on what was asked for.
+// fails, and then all is asked for. And where nothing comes for a moment, because of a disk or because a node is silent, the next plane is
+// asked for, and from then on more is asked ahead: a third of what was asked (the later a plane, the more time it has), and at least what
+// m of k + m nodes may owe.
 #include <algorithm>
 
 #include "client_load.hpp"
@@ -14,8 +15,9 @@
 namespace kv::client {
 
 namespace {
-constexpr uint64_t AHEAD_BYTES = 4 << 20;   // always: two client threads take that in a millisecond
-constexpr uint64_t STEP_BYTES = 4 << 20;    // at least, to be asked for in one go: a READ more costs a node some 50 us
+constexpr uint64_t AHEAD_BYTES = 256 << 10;         // more, and nodes that are done with a plane keep the processor from those that are not
+constexpr uint64_t WAITING_AHEAD_BYTES = 4 << 20;   // at least, once something was waited for
+constexpr uint64_t STEP_BYTES = 4 << 20;            // at least, to be asked for in one go: a READ more costs a node some 50 us
 }  // namespace
 
 // Leading items of the stream that may be asked for, `from` of them for sure.
@@ -43,10 +45,24 @@ void LoadJob::grant_more() {
       pairs += extents;
       granted = ends_[pairs - 1];
     } while (pairs < all && granted - before < STEP_BYTES);
-    at = granted - std::min(granted, std::max({AHEAD_BYTES, granted / 3, granted * m_ / (k_ + m_)}));
+    at = granted - std::min(granted, was_still_ ? std::max({WAITING_AHEAD_BYTES, granted / 3, granted * m_ / (k_ + m_)}) : AHEAD_BYTES);
   }
   grant(pairs);
   grant_at_ = pairs == all ? UINT64_MAX : at;
+}
+
+void LoadJob::grant_if_still(int64_t now) {
+  if (granted_.load() >= ends_.size()) return;
+  const uint64_t settled = settled_bytes_.load();
+  if (settled != still_bytes_) {
+    still_bytes_ = settled;
+    still_since_ns_ = now;
+  }
+  if (now - still_since_ns_ < shared_->net->config.plane_wait_ns) return;
+  still_since_ns_ = now;
+  std::lock_guard lock(mutex_);
+  was_still_ = true;
+  grant_more();
 }
 
 void LoadJob::grant(uint32_t pairs) {

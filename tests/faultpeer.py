@@ -73,12 +73,20 @@ class Pipe:
         self._left = bytearray()
         self.chop: random.Random | None = None  # sends in pieces of random length, each arrived before the next leaves
 
+    async def more(self) -> None:
+        """Returns when the client has said more than was read."""
+        if not self._left:
+            await self._receive()
+
+    async def _receive(self) -> None:
+        got = await self._loop.sock_recv(self._connection, 1 << 20)
+        if not got:
+            raise ConnectionError("the client hung up")
+        self._left += got
+
     async def exactly(self, count: int) -> bytes:
         while len(self._left) < count:
-            got = await self._loop.sock_recv(self._connection, 1 << 20)
-            if not got:
-                raise ConnectionError("the client hung up")
-            self._left += got
+            await self._receive()
         out = bytes(self._left[:count])
         del self._left[:count]
         return out

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from client_tools import NO_REUSE, Blocks, chain, store, whole_ticket
 from faultpeer import Item, ItemRule, Peer, PeerCluster, Raw, Verdict
 
-from kvstore.client import Client, PlaneReady
+from kvstore.client import Client, ClientConfig, PlaneReady
 from kvstore.keys import Keys
 from kvstore.layout import Layout, Section
 from kvstore.wire import Status
@@ -19,7 +20,8 @@ from kvstore.wire import Status
 K, M, NODES = 2, 1, 3
 PLANES, EXTENTS = 4, 5
 WIDE = Layout(tuple(Section(f"part-{i}", 1 << 20) for i in range(PLANES)))  # a block an extent, a section a plane: 5 MiB of each plane
-AHEAD_BYTES = 4 << 20  # kernels/client_pace.cpp
+AHEAD_BYTES = 256 << 10  # kernels/client_pace.cpp
+PATIENT, IMPATIENT = 60.0, 0.001  # seconds without anything that came, until the next plane is asked for
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +41,14 @@ def peers(stored: tuple[PeerCluster, Keys, Blocks]) -> Iterator[list[Peer]]:
         peer.item_rule = None
 
 
-def load(stored: tuple[PeerCluster, Keys, Blocks], hedge: str = "lazy") -> list[PlaneReady]:
+def load(
+    stored: tuple[PeerCluster, Keys, Blocks], hedge: str = "lazy", plane_wait_seconds: float = ClientConfig().plane_wait_seconds
+) -> list[PlaneReady]:
     """By plane; what each plane brought is right when it is handed on."""
     cluster, keys, data = stored
     place = np.full_like(data, 0xEE)
-    with Client(cluster.map, layout=WIDE, config=NO_REUSE) as client:
+    config = replace(NO_REUSE, plane_wait_seconds=plane_wait_seconds)
+    with Client(cluster.map, layout=WIDE, config=config) as client:
         seen = []
         for ready in client.planes(whole_ticket(client, keys), place, hedge=hedge):  # type: ignore[arg-type]  # one of the two
             plane = WIDE.planes(K)[ready.plane]
@@ -70,8 +75,7 @@ class Order:
             with self.lock:
                 self.planes.add(item.plane)
                 before = EXTENTS * item.plane * K * len(item.body)  # of all planes before this one
-                may_be_due = max(AHEAD_BYTES, before // 3, before * M // (K + M))
-                if self.answered_bytes < before - may_be_due:
+                if self.answered_bytes < before - AHEAD_BYTES:
                     self.early.append(f"plane {item.plane} when {self.answered_bytes} of {before} bytes had been answered")
                 if not silent:
                     self.answered_bytes += len(item.body)
@@ -83,15 +87,41 @@ class Order:
 
 
 @pytest.mark.parametrize("hedge", ["lazy", "eager"])
-@pytest.mark.parametrize("silent", [None, 0, 1, 2])
 def test_planes_are_asked_for_when_little_of_those_before_is_to_come(
-    stored: tuple[PeerCluster, Keys, Blocks], peers: list[Peer], silent: int | None, hedge: str
+    stored: tuple[PeerCluster, Keys, Blocks], peers: list[Peer], hedge: str
+) -> None:
+    order = Order()
+    for peer in peers:
+        peer.item_rule = order.rule(silent=False)
+    assert load(stored, hedge, PATIENT) == ALL
+    assert order.early == [] and order.planes == set(range(PLANES))
+
+
+@pytest.mark.parametrize("wait_seconds", [PATIENT, IMPATIENT])
+@pytest.mark.parametrize("hedge", ["lazy", "eager"])
+@pytest.mark.parametrize("silent", range(NODES))
+def test_planes_go_on_past_a_node_that_is_silent(
+    stored: tuple[PeerCluster, Keys, Blocks], peers: list[Peer], silent: int, hedge: str, wait_seconds: float
 ) -> None:
     order = Order()
     for number, peer in enumerate(peers):
-        peer.item_rule = order.rule(number == silent)
-    assert load(stored, hedge) == ALL
-    assert order.early == [] and order.planes == set(range(PLANES))
+        peer.item_rule = order.rule(silent=number == silent)
+    assert load(stored, hedge, wait_seconds) == ALL
+    assert order.planes == set(range(PLANES))
+
+
+def test_the_next_plane_is_asked_for_when_nothing_comes(stored: tuple[PeerCluster, Keys, Blocks], peers: list[Peer]) -> None:
+    asked = asyncio.Event()
+
+    async def when_the_next_is_asked_for(item: Item) -> Verdict:
+        if not asked.is_set():  # whoever is asked first is asked for the first plane alone
+            await item.pipe.more()
+            asked.set()
+        return None
+
+    for peer in peers:
+        peer.item_rule = when_the_next_is_asked_for
+    assert load(stored, plane_wait_seconds=IMPATIENT) == ALL
 
 
 def test_planes_go_on_past_items_that_are_refused(stored: tuple[PeerCluster, Keys, Blocks], peers: list[Peer]) -> None:

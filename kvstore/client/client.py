@@ -90,6 +90,7 @@ class Client:
             threads=config.threads, bulk_connections_max=config.bulk_connections_max, queue_bytes_max=config.queue_bytes_max,
             connect_timeout_seconds=config.connect_timeout_seconds, stall_timeout_seconds=config.stall_timeout_seconds,
             drain_timeout_seconds=config.drain_timeout_seconds, idle_timeout_seconds=config.idle_timeout_seconds,
+            plane_wait_seconds=config.plane_wait_seconds,
             store_deadline_seconds=config.store_deadline_seconds, congestion_control=tcp.for_kernel(config.congestion_control),
             transport=config.transport, rdma_device=config.rdma_device, rdma_pool_bytes=config.rdma_pool_bytes,
             rdma_zone_bytes=max(config.rdma_zone_bytes, *(2 * p.shard_bytes for p in self._planes)), rdma_windows=config.rdma_windows,

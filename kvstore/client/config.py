@@ -41,6 +41,7 @@ class ClientConfig:
     connect_timeout_seconds: float = 1.0
     stall_timeout_seconds: float = 3.0  # a peer that owes something and says nothing: the connection is half open
     drain_timeout_seconds: float = 1.0  # what a load left unread
+    plane_wait_seconds: float = 0.002  # a load by plane to which nothing came for so long asks for the next plane before this one is here
     idle_timeout_seconds: float = 60.0
     promise_seconds: int = 60  # how long nodes keep what a lookup found, 1 to 600
     promise_reuse_seconds: float = 30.0  # a second lookup relies on the first one's promise; at most half of promise_seconds
@@ -60,7 +61,7 @@ class ClientConfig:
         self._need("block_tokens", self.block_tokens >= 1, "at least 1")
         for name in (
             "lookup_deadline_seconds", "load_deadline_seconds", "store_deadline_seconds", "connect_timeout_seconds",
-            "stall_timeout_seconds", "drain_timeout_seconds", "idle_timeout_seconds", "ticket_seconds",
+            "stall_timeout_seconds", "drain_timeout_seconds", "plane_wait_seconds", "idle_timeout_seconds", "ticket_seconds",
         ):  # fmt: skip
             self._need(name, 0 < getattr(self, name) <= 3600, "above 0, at most 3600")
         self._need("congestion_control", tcp.is_name(self.congestion_control), tcp.NAME_TEXT)

@@ -413,6 +413,7 @@ class ClientCore:
         connect_timeout_seconds: float = 1.0,
         stall_timeout_seconds: float = 3.0,
         drain_timeout_seconds: float = 1.0,
+        plane_wait_seconds: float = 0.002,
         idle_timeout_seconds: float = 60.0,
         store_deadline_seconds: float = 10.0,
         congestion_control: str = "",
