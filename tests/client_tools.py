@@ -69,9 +69,11 @@ def cluster_of(directory: Path, nodes: int = 12, *, k: int = 10, m: int = 2, cap
         with processes_of(directory, nodes, k=k, m=m, capacity_bytes=capacity_bytes) as processes:
             yield processes
         return
+    from verbs.far import FarCluster
     from verbs.nodes import NativeCluster
 
-    with NativeCluster(directory, nodes, k=k, m=m) as servers:
+    far = "KVSTORE_FAR_CLUSTERS" in os.environ
+    with FarCluster(nodes, k=k, m=m) if far else NativeCluster(directory, nodes, k=k, m=m) as servers:
         yield servers
 
 

@@ -62,6 +62,17 @@ def test_a_client_in_one_guest_loads_from_daemons_in_another() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(7300)
+def test_the_clients_suite_in_one_guest_with_daemons_in_another() -> None:
+    """The files whose daemons need not stand still, nor fail on purpose."""
+    files = [f"tests/test_{name}.py" for name in ("client_roundtrip", "client_misuse", "client_tracing", "two_writers")]
+    suite = f"tests/verbs/far.py run {sys.executable} -m pytest -q -p no:cacheprovider --timeout 1200 {' '.join(files)}"
+    both = f'[ "$RDMA_VM_HOST" = 0 ] && exec {sys.executable} tests/verbs/far.py serve || exec {sys.executable} {suite}'
+    ended = run_in_guest("sh", "-c", both, seconds=7200, hosts=2, env=("KVSTORE_TRANSPORT=rdma", "KVSTORE_RDMA_DEVICE=rxe0"))
+    assert ended.returncode == 0 and " passed" in ended.stdout, f"{ended.stdout[-8000:]}\n{ended.stderr[-4000:]}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7300)
 @pytest.mark.parametrize("file", SUITE)
 def test_the_clients_suite_by_rdma_in_a_guest(file: str) -> None:
     """The same files as over TCP, at a pace that suits an emulator (client_tools.paced); by RDMA alone, never TCP."""

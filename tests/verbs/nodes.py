@@ -51,7 +51,8 @@ def cluster(
 class NativeCluster:
     """Servers of this process, which end and start again: client_tools.cluster_of where all is emulated."""
 
-    def __init__(self, directory: Path, nodes: int = 12, *, k: int = 10, m: int = 2) -> None:
+    def __init__(self, directory: Path, nodes: int = 12, *, k: int = 10, m: int = 2, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._homes = [directory / f"node-{i:02}" for i in range(nodes)]
         self._ports = [0] * nodes
         self._nodes: list[InProcess | None] = [None] * nodes
@@ -65,7 +66,7 @@ class NativeCluster:
             self.close()
             raise
         k, m = self._shape
-        listed = [Node(f"node-{i:02}", f"host-{i:02}", f"127.0.0.1:{port}") for i, port in enumerate(self._ports)]
+        listed = [Node(f"node-{i:02}", f"host-{i:02}", f"{self._host}:{port}") for i, port in enumerate(self._ports)]
         self.map = ClusterMap.local(listed, k=k, m=m)
         return self
 
@@ -78,7 +79,7 @@ class NativeCluster:
     def restart(self, node: int) -> None:
         self.kill(node, signal.SIGTERM)
         limits = {"rdma_device": DEVICE, "rdma_pool_bytes": POOL_BYTES, "progress_timeout_seconds": 20.0}
-        running = InProcess(self._homes[node], port=self._ports[node], **limits)
+        running = InProcess(self._homes[node], host=self._host, port=self._ports[node], **limits)
         self._nodes[node] = running
         self._ports[node] = running.server.port
 
