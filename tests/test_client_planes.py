@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, Blocks, chain, store, whole_ticket
+from client_tools import NO_REUSE, Blocks, chain, paced, store, whole_ticket
 from faultpeer import Item, ItemRule, Peer, PeerCluster, Raw, Verdict
 
 from kvstore.client import Client, ClientConfig, PlaneReady
@@ -21,6 +21,7 @@ K, M, NODES = 2, 1, 3
 PLANES, EXTENTS = 4, 5
 WIDE = Layout(tuple(Section(f"part-{i}", 1 << 20) for i in range(PLANES)))  # a block an extent, a section a plane: 5 MiB of each plane
 AHEAD_BYTES = 256 << 10  # kernels/client_pace.cpp
+ZONE_BYTES = 8 << 20  # by RDMA: room for two planes, for what has no room in a node's zone is not asked for
 PATIENT, IMPATIENT = 60.0, 0.001  # seconds without anything that came, until the next plane is asked for
 
 
@@ -47,7 +48,7 @@ def load(
     """By plane; what each plane brought is right when it is handed on."""
     cluster, keys, data = stored
     place = np.full_like(data, 0xEE)
-    config = replace(NO_REUSE, plane_wait_seconds=plane_wait_seconds)
+    config = replace(NO_REUSE, plane_wait_seconds=plane_wait_seconds, rdma_zone_bytes=ZONE_BYTES)
     with Client(cluster.map, layout=WIDE, config=config) as client:
         seen = []
         for ready in client.planes(whole_ticket(client, keys), place, hedge=hedge):  # type: ignore[arg-type]  # one of the two
@@ -121,7 +122,8 @@ def test_the_next_plane_is_asked_for_when_nothing_comes(stored: tuple[PeerCluste
 
     for peer in peers:
         peer.item_rule = when_the_next_is_asked_for
-    assert load(stored, plane_wait_seconds=IMPATIENT) == ALL
+    # Longer than connecting takes: before that all planes would be due, and be asked for at once.
+    assert load(stored, plane_wait_seconds=paced(0.2)) == ALL
 
 
 def test_planes_go_on_past_items_that_are_refused(stored: tuple[PeerCluster, Keys, Blocks], peers: list[Peer]) -> None:
