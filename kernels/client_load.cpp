@@ -107,7 +107,6 @@ void LoadJob::start() {
       uint64_t bytes = 0;
       in_order(extents, [&](uint32_t e, uint32_t p) { ends_.push_back(bytes += k_ * body_bytes({e, uint8_t(p), 0})); });
       granted_ = 0;
-      still_since_ns_ = now;
       grant_more();
     }
   }

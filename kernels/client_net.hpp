@@ -51,7 +51,7 @@ struct NetConfig {
   uint32_t bulk_connections_max = 2048;
   int64_t connect_timeout_ns = 1 * SECOND;
   int64_t stall_timeout_ns = 3 * SECOND;    // nothing heard while something is owed: the connection is half open
-  int64_t plane_wait_ns = 2 * MS;           // a load by plane to which nothing came for so long asks for the next plane
+  int64_t plane_wait_ns = 2 * MS;           // a load by plane to which nothing more came for so long asks for the next plane
   int64_t drain_timeout_ns = 1 * SECOND;    // an unread rest after a load
   uint64_t drain_bytes_max = 8u << 20;      // a longer rest is not worth reading: the connection is closed
   int64_t idle_timeout_ns = 60 * SECOND;

@@ -5,7 +5,7 @@
 // asked for when little of those before is left to come.
 //
 // It goes on whatever nodes do. A pair (extent, plane) that was asked for completes, and then the bytes of k shards of it came; or its extent
-// fails, and then all is asked for. And where nothing comes for a moment, because of a disk or because a node is silent, the next plane is
+// fails, and then all is asked for. And where nothing more comes for a moment, because of a disk or because a node is silent, the next plane is
 // asked for, and from then on more is asked ahead: a third of what was asked (the later a plane, the more time it has), and at least what
 // m of k + m nodes may owe.
 #include <algorithm>
@@ -54,6 +54,7 @@ void LoadJob::grant_more() {
 void LoadJob::grant_if_still(int64_t now) {
   if (granted_.load() >= ends_.size()) return;
   const uint64_t settled = settled_bytes_.load();
+  if (!settled) return;   // connecting, or far away: asking for more brings nothing sooner
   if (settled != still_bytes_) {
     still_bytes_ = settled;
     still_since_ns_ = now;

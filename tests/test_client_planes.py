@@ -111,18 +111,18 @@ def test_planes_go_on_past_a_node_that_is_silent(
     assert order.planes == set(range(PLANES))
 
 
-def test_the_next_plane_is_asked_for_when_nothing_comes(stored: tuple[PeerCluster, Keys, Blocks], peers: list[Peer]) -> None:
+def test_the_next_plane_is_asked_for_when_nothing_more_comes(stored: tuple[PeerCluster, Keys, Blocks], peers: list[Peer]) -> None:
     asked = asyncio.Event()
 
     async def when_the_next_is_asked_for(item: Item) -> Verdict:
-        if not asked.is_set():  # whoever is asked first is asked for the first plane alone
+        if item.ordinal and not asked.is_set():  # whoever is asked first is asked for the first plane alone
             await item.pipe.more()
             asked.set()
         return None
 
     for peer in peers:
         peer.item_rule = when_the_next_is_asked_for
-    # Longer than connecting takes: before that all planes would be due, and be asked for at once.
+    # Longer than connecting to the others takes: to them all planes would be due, and be asked for at once.
     assert load(stored, plane_wait_seconds=paced(0.2)) == ALL
 
 

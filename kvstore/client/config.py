@@ -41,7 +41,7 @@ class ClientConfig:
     connect_timeout_seconds: float = 1.0
     stall_timeout_seconds: float = 3.0  # a peer that owes something and says nothing: the connection is half open
     drain_timeout_seconds: float = 1.0  # what a load left unread
-    plane_wait_seconds: float = 0.002  # a load by plane to which nothing came for so long asks for the next plane before this one is here
+    plane_wait_seconds: float = 0.002  # a load by plane to which nothing more came for so long asks for the plane after that
     idle_timeout_seconds: float = 60.0
     promise_seconds: int = 60  # how long nodes keep what a lookup found, 1 to 600
     promise_reuse_seconds: float = 30.0  # a second lookup relies on the first one's promise; at most half of promise_seconds
