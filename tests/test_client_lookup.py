@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from client_tools import NO_REUSE, SMALL, WAIT_SECONDS, bytes_of, chain, load, paced, store
+from client_tools import EMULATED, NO_REUSE, SMALL, WAIT_SECONDS, bytes_of, chain, load, paced, store
 from faultpeer import Peer, PeerCluster, Raw
 
 from kvstore import wire
@@ -111,8 +111,11 @@ def test_a_shard_that_was_not_there_is_asked_for_again_soon(cluster: PeerCluster
         assert any(ticket.extents["absent"]) and load(client, ticket)[0].decoded
         late.records = held
         assert any(client.lookup(keys).extents["absent"])
-        clock.now += 1.1
-        ticket = client.lookup(keys)
+        for _ in range(10 if EMULATED else 1):  # there, other nodes may have been too slow to answer
+            clock.now += 1.1
+            ticket = client.lookup(keys)
+            if not any(ticket.extents["absent"]):
+                break
         assert not any(ticket.extents["absent"]) and not load(client, ticket)[0].decoded
 
 
