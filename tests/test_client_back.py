@@ -27,7 +27,7 @@ def test_two_other_nodes_may_stop_right_after_two_came_back(tmp_path: Path) -> N
             for node in (0, 1):
                 cluster.kill(node, signal.SIGKILL)
             for _ in range(5):  # the client learns that both are gone, and holds them for down longer and longer
-                client.lookup(keys)
+                assert client.lookup(keys).hit_blocks == 20
             for node in (0, 1):
                 cluster.restart(node)
             for node in (2, 3):
