@@ -32,6 +32,7 @@ LoadJob::LoadJob(std::shared_ptr<LoadShared> shared, LoadPlan plan)
     auto w = std::make_unique<ExtentWork>();
     w->planes.resize(plane_count_);
     w->checks.reset(new uint8_t[24ull * x.count * plane_count_ * (k_ + m_)]);
+    w->leases.resize(plane_count_ * (k_ + m_));
     for (uint32_t i = 0; i < m_; i++) w->parity_order[i] = uint8_t(k_ + (x.name.extent_key[KEY_BYTES - 1] + i) % m_);   // rotates by key
     work_.push_back(std::move(w));
   }
@@ -189,11 +190,6 @@ void LoadJob::launch(std::shared_ptr<Stream> stream, bool fresh) {
 
 uint64_t LoadJob::body_bytes(const Stream::Item& item) const { return uint64_t(24 + piece_bytes(item)) * blocks(item); }
 
-bool LoadJob::is_cut(const Stream::Item& item) const {
-  const PlaneSpec& plane = plan_.planes[item.plane];
-  return item.shard < k_ && shard_real_bytes(plane.bytes, plane.shard_bytes, item.shard) < plane.shard_bytes;
-}
-
 uint8_t* LoadJob::place(uint32_t e, uint32_t p) const {
   return plan_.base + size_t(plan_.extents[e].row) * plan_.row_stride + plan_.planes[p].offset;
 }
@@ -214,57 +210,38 @@ uint64_t LoadJob::seed(uint32_t e, uint32_t p, uint32_t s, uint32_t block) const
   return shard_seed(id);
 }
 
-bool LoadJob::claim(const Stream::Item& item, bool from_start, std::vector<uint8_t>& tail, Target& to) {
-  const uint32_t piece = piece_bytes(item);
+bool LoadJob::claim(const Stream::Item& item, uint64_t lease, bool from_start, Target& to) {
+  const PlaneSpec& plane = plan_.planes[item.plane];
   ExtentWork& w = *work_[item.extent];
   std::lock_guard lock(w.mutex);
   PlaneWork& work = w.planes[item.plane];
   if (over() || work.complete || ((work.revoked | work.lost | work.good | work.receiving) & bit(item.shard)) || item.extent >= cut_.load()) return false;
-  to.checks = checks(item.extent, item.plane, item.shard);
-  to.stride = piece;
+  uint64_t& begun_by = w.leases[item.plane * (k_ + m_) + item.shard];
+  if (from_start) begun_by = lease;
+  else if (begun_by != lease) return false;   // sums of one stream would meet pieces of another
+  to = {checks(item.extent, item.plane, item.shard), nullptr, plane.shard_bytes, plane.shard_bytes};
   if (item.shard >= k_) {
     uint8_t*& parity = work.parity[item.shard - k_];
-    if (!parity) parity = shared_->scratch.take(size_t(piece) * blocks(item));
+    if (!parity) parity = shared_->scratch.take(size_t(plane.shard_bytes) * blocks(item));
     to.base = parity;
-  } else if (is_cut(item)) {
-    tail.resize(size_t(piece) * blocks(item));
-    to.base = tail.data();
   } else {
-    to.base = place(item.extent, item.plane) + size_t(item.shard) * piece;
+    to.base = place(item.extent, item.plane) + size_t(item.shard) * plane.shard_bytes;
     to.stride = plan_.row_stride;
+    to.real = shard_real_bytes(plane.bytes, plane.shard_bytes, item.shard);
   }
   work.receiving |= bit(item.shard);
   if (!work.begun_ns) work.begun_ns = now_ns();
-  if (from_start) work.mixed |= work.begun & bit(item.shard);
-  to.mixed = work.mixed & bit(item.shard);
   inside_++;
   return true;
 }
 
-bool LoadJob::verify(const Stream::Item& item, const Target& to, uint32_t first, uint32_t end) const {
-  for (uint32_t b = first; b < end; b++) {
-    uint64_t sum;
-    std::memcpy(&sum, to.checks + 8ull * b, 8);
-    if (shard_sum(to.base + b * to.stride, piece_bytes(item), seed(item.extent, item.plane, item.shard, b)) != sum) return false;
-  }
-  return true;
-}
-
-void LoadJob::copy_tail(const Stream::Item& item, const uint8_t* tail) {
-  const PlaneSpec& plane = plan_.planes[item.plane];
-  const uint32_t real = shard_real_bytes(plane.bytes, plane.shard_bytes, item.shard);
-  uint8_t* to = place(item.extent, item.plane) + size_t(item.shard) * plane.shard_bytes;
-  for (uint32_t b = 0; real && b < blocks(item); b++) std::memcpy(to + b * plan_.row_stride, tail + size_t(b) * plane.shard_bytes, real);
-}
-
-void LoadJob::release(const Stream::Item& item, Got got, bool wrote) {
+void LoadJob::release(const Stream::Item& item, Got got) {
   Todo todo;
   {
     std::unique_lock lock(work_[item.extent]->mutex);
     PlaneWork& work = work_[item.extent]->planes[item.plane];
     const uint64_t mine = bit(item.shard);
     work.receiving &= ~mine;
-    if (wrote) work.begun |= mine;
     if (got == Got::WHOLE) work.good |= mine;
     if (got == Got::WHOLE && item.shard >= k_) stats.parity_received++;
     if (got == Got::BAD) {

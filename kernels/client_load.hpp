@@ -1,14 +1,12 @@
 // A load: extents of a ticket from many nodes into the caller's memory. docs/CLIENT.md is the text to this.
 //
-// Each (extent, plane, shard) is a *place* with one owner: FREE -> RECEIVING for one recvmsg and the check of what came -> FREE or GOOD;
-// LOST; REVOKED by whoever decodes it, and at the end of the load. A place is written by its receiver while RECEIVING, by the decoder when
-// REVOKED, by nobody else, ever. The states are bits of masks in PlaneWork under the extent's mutex; bytes move outside it.
+// Each (extent, plane, shard) is a *place* with one owner: FREE -> RECEIVING while what has come of it is checked and copied there -> FREE or
+// GOOD; LOST; REVOKED by whoever decodes it, and at the end of the load. A place is written by its receiver while RECEIVING, by the decoder
+// when REVOKED, by nobody else, ever. It goes on with the stream that began it last. The states are bits of masks in PlaneWork under the extent's mutex; bytes move outside it.
 // end() returns when every place is GOOD, LOST or REVOKED and no thread is inside one: the memory is the caller's again.
 //
 // Lock order: extent, then job. Neither is held while bytes move or while a connection is called.
 #pragma once
-#include <sys/uio.h>
-
 #include <array>
 #include <bit>
 #include <deque>
@@ -102,6 +100,12 @@ struct Stream {
   uint32_t settled = 0;                     // leading items that came or will not; of who drives it
 };
 
+// Where an item goes.
+struct Target {
+  uint8_t *checks, *base;
+  size_t stride, real;   // bytes from piece to piece; of a piece: what lies beyond is padding and goes nowhere
+};
+
 // How a connection gets its items by RDMA (client_verbs.cpp). The zone is a ring: items lie in it in the order in which they were asked.
 struct VerbsLink {
   enum class State : uint8_t { MAKING, ASKED, CONNECTING, BINDING, READY };   // the first and the third: at Net::worker
@@ -150,7 +154,7 @@ class ReadConn final : public Conn {
   void ask_by_rdma();
   void take_completions(bool all);
   bool arrived(uint32_t immediate);   // false: closed
-  void land(const Stream::Item& item, const uint8_t* at);
+  void land(const uint8_t* at);       // of the item that is due
   void let_go();                      // of the landing zone
   bool send_bytes(const std::vector<uint8_t>& bytes);   // false: closed
   bool ask();                         // for what may be asked by now; false: closed
@@ -159,18 +163,11 @@ class ReadConn final : public Conn {
   std::unique_ptr<VerbsLink> link_;   // null: by TCP
   std::atomic<bool> rdma_;            // link_ is there: for lease()
 
-  static constexpr size_t STEP_BYTES = 256 << 10;   // what one recvmsg brings is checked while it is in the cache (L2 is 1 MiB)
-  static constexpr uint32_t ITEMS_AHEAD = 32;       // of one recvmsg
-  static constexpr int IOV_PARTS = 512;             // of one recvmsg
-  enum class Step : uint8_t { MORE, BLOCKED, GONE };
-  Step step();
-  Step header();
-  Step discard();
-  Step scatter();
-  ssize_t take(uint8_t* into, size_t bytes);
-  ssize_t pull(iovec* iov, int parts);
-  void keep_aside(const iovec* iov, size_t skip, size_t bytes);
-  bool spilled() const { return spill_at_ < spill_.size(); }
+  static constexpr size_t STEP_BYTES = 256 << 10;   // of one receive: checked and copied to its places while it is in the cache (L2 is 1 MiB)
+  static uint8_t* buffer();   // the thread's, STEP_BYTES of it
+  bool take(const uint8_t* at, size_t bytes);   // what has come; false: closed
+  void take_body(const uint8_t* at, size_t bytes);   // of the item that is due; no more than is left of it
+  bool fill(const LoadJob& job, const Stream::Item& item, const Target& to, const uint8_t* at, size_t bytes);   // false: a sum is wrong
   void heard_stream();
   bool announces_item(const wire::FrameHeader& header);
   void begin_body();
@@ -183,15 +180,12 @@ class ReadConn final : public Conn {
   int64_t drain_since_ns_ = 0, idle_since_ns_ = 0;
   uint32_t item_ = 0, request_ = 0;   // what is due
   uint32_t asked_ = 0, last_ = 0;     // items of the stream that were asked, and that will be
-  uint8_t headers_[ITEMS_AHEAD + 1][sizeof(wire::FrameHeader)];   // [0]: of the item that is due
+  uint64_t lease_ = 0;                // names stream_ at its places
+  uint8_t header_[sizeof(wire::FrameHeader)];
   uint32_t header_got_ = 0;
   uint64_t body_bytes_ = 0, body_got_ = 0;
-  uint32_t verified_ = 0;   // pieces
-  bool discarding_ = false;
-  std::vector<uint8_t> tails_[ITEMS_AHEAD];   // pieces that the plane's end cuts
-  bool ahead_ = true;           // this stream has said nothing but what was expected
-  std::vector<uint8_t> spill_;  // received too far ahead; from spill_at_ on not yet used
-  size_t spill_at_ = 0;
+  bool discarding_ = false;           // the rest of the body
+  ShardSum sum_;                      // of a piece that came in part
 };
 
 class LoadJob : public std::enable_shared_from_this<LoadJob> {
@@ -220,8 +214,6 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   struct PlaneWork {
     uint64_t good = 0, lost = 0, receiving = 0, revoked = 0;   // places, by shard
     uint64_t revoke_wanted = 0, decoded = 0;
-    uint64_t begun = 0;        // bytes were written to the place by a receive that did not end it
-    uint64_t mixed = 0;        // and then by another stream, from the start: what was checked is checked again
     uint64_t lagging = 0;      // asked, and later than the others
     uint64_t turned_to = 0;    // read or asked in the place of others
     bool complete = false, decoding = false, doubted = false;
@@ -235,6 +227,7 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
     mutable std::mutex mutex;
     std::vector<PlaneWork> planes;
     std::unique_ptr<uint8_t[]> checks;   // by plane, shard: sums and digests as they came; sums of rebuilt shards
+    std::vector<uint64_t> leases;        // likewise: who began the place last
     uint8_t parity_order[M_MAX] = {};
     uint64_t spared = 0;       // not asked at first: their nodes owe other answers, or did not have them
     uint64_t asked = 0;
@@ -246,20 +239,11 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
     std::vector<Late> late;
     std::vector<uint32_t> failed;
   };
-  struct Target {
-    uint8_t *checks, *base;
-    size_t stride;
-    bool mixed;   // other bytes than this stream's may have come in between
-  };
-
   // By ReadConn. claim: false when the bytes are unwanted; true makes the place RECEIVING until release.
-  bool claim(const Stream::Item& item, bool from_start, std::vector<uint8_t>& tail, Target& target);   // tail: room for pieces that are cut
+  bool claim(const Stream::Item& item, uint64_t lease, bool from_start, Target& target);
   enum class Got : uint8_t { PART, WHOLE, BAD };
-  void release(const Stream::Item& item, Got got, bool wrote);
+  void release(const Stream::Item& item, Got got);
   void lose(Stream& stream, uint32_t first, uint32_t end, Outcome why);
-  bool verify(const Stream::Item& item, const Target& target, uint32_t first, uint32_t end) const;
-  void copy_tail(const Stream::Item& item, const uint8_t* tail);
-  bool is_cut(const Stream::Item& item) const;
   uint64_t body_bytes(const Stream::Item& item) const;
   uint32_t blocks(const Stream::Item& item) const { return plan_.extents[item.extent].count; }
   uint32_t piece_bytes(const Stream::Item& item) const { return plan_.planes[item.plane].shard_bytes; }

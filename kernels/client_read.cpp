@@ -1,10 +1,11 @@
 // ReadConn: one bulk connection, bringing the items of one stream at a time. See client_load.hpp.
-#include <sys/uio.h>
-
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <new>
 
 #include "client_load.hpp"
+#include "past_cache.hpp"
 
 namespace kv::client {
 
@@ -39,11 +40,8 @@ void ReadConn::start(std::shared_ptr<Stream> stream) {
   last_ = uint32_t(stream_->items.size());
   header_got_ = 0;
   body_bytes_ = body_got_ = 0;
-  verified_ = 0;
   discarding_ = heard_any_ = draining_ = false;
-  ahead_ = true;
-  spill_.clear();
-  spill_at_ = 0;
+  lease_ = net.next_id();
   stream_->last_ns.store(now_ns(), std::memory_order_relaxed);
   if (state() == State::CLOSED) return on_closed(outcome(Fault::BROKEN));
   last_heard_ns_ = now_ns();
@@ -104,47 +102,94 @@ void ReadConn::drain() {
   if (rest > net.config.drain_bytes_max) close(outcome(node.late() ? Fault::STALLED : Fault::CANCELLED));
 }
 
+uint8_t* ReadConn::buffer() {
+  thread_local const std::unique_ptr<uint8_t, decltype(&std::free)> held{static_cast<uint8_t*>(std::aligned_alloc(4096, STEP_BYTES)), &std::free};
+  if (!held) throw std::bad_alloc();
+  return held.get();
+}
+
 void ReadConn::on_read() {
   if (link_) return read_tcp();
-  for (int turn = 0; turn < 4 || spilled(); turn++)
-    if (step() != Step::MORE) return;
-}
-
-ReadConn::Step ReadConn::step() {
-  if (!stream_ || item_ == asked_) {   // owes nothing: a healthy peer is silent
-    uint8_t byte;
-    if (spilled()) return broke_protocol(), Step::GONE;
-    const ssize_t n = receive(&byte, 1);
-    if (n < 0 && errno == EAGAIN) return Step::BLOCKED;
-    close(outcome(n == 0 && !stream_ ? Fault::CANCELLED : Fault::BROKEN));
-    return Step::GONE;
+  for (int turn = 0; turn < 4; turn++) {
+    const size_t want = discarding_ ? size_t(std::min<uint64_t>(body_bytes_ - body_got_, 4 * STEP_BYTES)) : STEP_BYTES;
+    const ssize_t n = discarding_ ? receive(nullptr, want, MSG_TRUNC) : receive(buffer(), want);   // TCP throws bytes away without copying them
+    if (n < 0 && errno == EAGAIN) return;
+    if (n <= 0) return close(outcome(n == 0 && !stream_ ? Fault::CANCELLED : Fault::BROKEN));
+    net.stats.read_bytes_tcp.fetch_add(uint64_t(n), std::memory_order_relaxed);
+    if (stream_) heard_stream();
+    if (!discarding_) {
+      if (!take(buffer(), size_t(n))) return;
+    } else if ((body_got_ += uint64_t(n)) == body_bytes_) {
+      next_item();
+    }
+    if (size_t(n) < want) return;
   }
-  if (header_got_ < sizeof(FrameHeader)) return header();
-  return discarding_ ? discard() : scatter();
 }
 
-ReadConn::Step ReadConn::header() {
-  const size_t want = sizeof(FrameHeader) - header_got_;
-  const ssize_t n = take(headers_[0] + header_got_, want);
-  if (n < 0 && errno == EAGAIN) return Step::BLOCKED;
-  if (n <= 0) return close(outcome(Fault::BROKEN)), Step::GONE;
-  heard_stream();
-  header_got_ += uint32_t(n);
-  if (header_got_ < sizeof(FrameHeader)) return Step::BLOCKED;
-  return parse_header() ? Step::MORE : Step::GONE;
-}
-
-// As recv; what was received too far ahead comes first. Null: thrown away.
-ssize_t ReadConn::take(uint8_t* into, size_t bytes) {
-  if (!spilled()) {
-    const ssize_t n = receive(into, bytes, into ? 0 : MSG_TRUNC);   // TCP throws the bytes away without copying them
-    if (n > 0) net.stats.read_bytes_tcp.fetch_add(uint64_t(n), std::memory_order_relaxed);
-    return n;
+bool ReadConn::take(const uint8_t* at, size_t bytes) {
+  while (bytes) {
+    if (!stream_ || item_ == asked_) return broke_protocol(), false;   // it owes nothing: a healthy peer is silent
+    size_t n;
+    if (header_got_ < sizeof(FrameHeader)) {
+      n = std::min(bytes, sizeof(FrameHeader) - header_got_);
+      std::memcpy(header_ + header_got_, at, n);
+      header_got_ += uint32_t(n);
+      if (header_got_ == sizeof(FrameHeader) && !parse_header()) return false;
+    } else {
+      n = size_t(std::min<uint64_t>(bytes, body_bytes_ - body_got_));
+      take_body(at, n);
+      if (body_got_ == body_bytes_) next_item();
+    }
+    at += n;
+    bytes -= n;
   }
-  const size_t n = std::min(bytes, spill_.size() - spill_at_);
-  if (into) std::memcpy(into, spill_.data() + spill_at_, n);
-  spill_at_ += n;
-  return ssize_t(n);
+  return true;
+}
+
+void ReadConn::take_body(const uint8_t* at, size_t bytes) {
+  LoadJob& job = *stream_->job;
+  const Stream::Item& item = stream_->items[item_];
+  Target to;
+  if (discarding_ || !job.claim(item, lease_, body_got_ == 0, to)) {
+    discarding_ = true;
+    body_got_ += bytes;
+    return;
+  }
+  const bool good = fill(job, item, to, at, bytes);
+  past_cache_done();
+  body_got_ += bytes;
+  discarding_ = !good;
+  job.release(item, !good ? LoadJob::Got::BAD : body_got_ == body_bytes_ ? LoadJob::Got::WHOLE : LoadJob::Got::PART);
+}
+
+// A piece that is here whole is checked before it goes to its place; one that comes in parts when its last one has gone there.
+bool ReadConn::fill(const LoadJob& job, const Stream::Item& item, const Target& to, const uint8_t* at, size_t bytes) {
+  const uint64_t checks_bytes = 24ull * job.blocks(item);
+  const uint32_t piece = job.piece_bytes(item);
+  uint64_t from = body_got_;
+  if (from < checks_bytes) {
+    const size_t n = size_t(std::min<uint64_t>(bytes, checks_bytes - from));
+    std::memcpy(to.checks + from, at, n);
+    at += n;
+    bytes -= n;
+    from += n;
+  }
+  while (bytes) {
+    const uint32_t block = uint32_t((from - checks_bytes) / piece), skip = uint32_t((from - checks_bytes) % piece);
+    const uint32_t n = uint32_t(std::min<uint64_t>(bytes, piece - skip));
+    if (skip == 0 && n < piece) sum_.begin(job.seed(item.extent, item.plane, item.shard, block));
+    if (n < piece) sum_.add(at, n);
+    if (skip + n == piece) {
+      uint64_t expected;
+      std::memcpy(&expected, to.checks + 8ull * block, 8);
+      if (expected != (n < piece ? sum_.value() : shard_sum(at, piece, job.seed(item.extent, item.plane, item.shard, block)))) return false;
+    }
+    if (skip < to.real) copy_past_cache(to.base + block * to.stride + skip, at, std::min<size_t>(n, to.real - skip));
+    at += n;
+    bytes -= n;
+    from += n;
+  }
+  return true;
 }
 
 void ReadConn::heard_stream() {
@@ -166,13 +211,12 @@ bool ReadConn::announces_item(const FrameHeader& h) {
 void ReadConn::begin_body() {
   body_bytes_ = stream_->job->body_bytes(stream_->items[item_]);
   body_got_ = 0;
-  verified_ = 0;
   discarding_ = false;
 }
 
 bool ReadConn::parse_header() {
   FrameHeader h;
-  std::memcpy(&h, headers_[0], sizeof h);
+  std::memcpy(&h, header_, sizeof h);
   if (announces_item(h)) return begin_body(), true;
   const auto& request = stream_->requests[request_];
   const bool ours = h.magic == wire::MAGIC && h.version == wire::VERSION && h.verb == uint8_t(wire::Verb::READ) && h.request_id == request.id;
@@ -188,160 +232,6 @@ bool ReadConn::parse_header() {
   return state() == State::OPEN;
 }
 
-ReadConn::Step ReadConn::discard() {
-  const uint64_t rest = body_bytes_ - body_got_;
-  const size_t want = size_t(std::min<uint64_t>(rest, 4 * STEP_BYTES));
-  const bool from_spill = spilled();
-  const ssize_t n = take(nullptr, want);
-  if (n < 0 && errno == EAGAIN) return Step::BLOCKED;
-  if (n <= 0) return close(outcome(Fault::BROKEN)), Step::GONE;
-  heard_stream();
-  body_got_ += uint64_t(n);
-  if (body_got_ == body_bytes_) next_item();
-  return size_t(n) < want && !from_spill ? Step::BLOCKED : Step::MORE;
-}
-
-// One receive into the places of the item that is due and of those after it: their headers are taken for granted, since nearly all say
-// the same. Where one does not, what came after it is kept aside, and the stream is read item by item from there.
-ReadConn::Step ReadConn::scatter() {
-  auto stream = stream_;   // finish() lets go of it
-  LoadJob& job = *stream->job;
-  const auto& items = stream->items;
-  LoadJob::Target to[ITEMS_AHEAD];
-  size_t begins[ITEMS_AHEAD];   // where in this receive each body begins
-  iovec iov[IOV_PARTS];
-  int parts = 0;
-  size_t want = 0;
-  auto part = [&](uint8_t* at, size_t bytes) {
-    iov[parts++] = {at, bytes};
-    want += bytes;
-  };
-  const uint32_t first = item_;
-  uint32_t claimed = 0;
-  const bool ahead = ahead_ && !spilled();
-  bool whole = true;   // the last item's body ends within this receive
-  while (whole && claimed < ITEMS_AHEAD && first + claimed < asked_ && want < STEP_BYTES && (claimed == 0 || ahead)) {
-    const Stream::Item& item = items[first + claimed];
-    const uint32_t blocks = job.blocks(item), piece = job.piece_bytes(item);
-    if (claimed && parts + int(blocks) + 4 > IOV_PARTS) break;
-    if (!job.claim(item, claimed || !body_got_, tails_[claimed], to[claimed])) break;
-    const LoadJob::Target& t = to[claimed];
-    if (claimed) part(headers_[claimed], sizeof(FrameHeader));
-    begins[claimed] = want;
-    const uint64_t body = job.body_bytes(item), checks_bytes = 24ull * blocks;
-    uint64_t at = claimed ? 0 : body_got_;
-    if (at < checks_bytes) {
-      part(t.checks + at, size_t(checks_bytes - at));
-      at = checks_bytes;
-    }
-    while (at < body && want < STEP_BYTES) {
-      const uint64_t in_pieces = at - checks_bytes;
-      const uint32_t block = uint32_t(in_pieces / piece), skip = uint32_t(in_pieces % piece);
-      uint64_t run = piece - skip;
-      if (piece > STEP_BYTES / 2) run = std::min<uint64_t>(run, STEP_BYTES - want);
-      if (t.stride == piece) run = std::min<uint64_t>(body - at, std::max<uint64_t>(run, STEP_BYTES - want));
-      part(t.base + block * t.stride + skip, size_t(run));
-      at += run;
-    }
-    whole = at == body;
-    claimed++;
-  }
-  if (claimed == 0) {
-    discarding_ = true;
-    return Step::MORE;
-  }
-  if (whole && first + claimed < asked_) part(headers_[claimed], sizeof(FrameHeader));
-
-  if (to[0].mixed) verified_ = 0;
-  const bool from_spill = spilled();
-  const ssize_t n = pull(iov, parts);
-  if (n <= 0) {
-    const bool again = n < 0 && errno == EAGAIN;
-    for (uint32_t i = 0; i < claimed; i++) job.release(items[first + i], LoadJob::Got::PART, false);
-    if (again) return Step::BLOCKED;
-    close(outcome(Fault::BROKEN));
-    return Step::GONE;
-  }
-  heard_stream();
-  size_t left = size_t(n);
-  uint32_t done = 0;   // items that need no further byte of this receive
-  bool header_whole = false;
-  while (left && done <= claimed) {
-    if (header_got_ < sizeof(FrameHeader)) {
-      const size_t got = std::min(left, sizeof(FrameHeader) - header_got_);
-      header_got_ += uint32_t(got);
-      left -= got;
-      if (header_got_ < sizeof(FrameHeader)) break;
-      FrameHeader h;
-      std::memcpy(&h, headers_[done], sizeof h);
-      header_whole = done == claimed || !announces_item(h);
-      if (header_whole) break;
-      begin_body();
-    }
-    const Stream::Item& item = items[item_];
-    const uint64_t checks_bytes = 24ull * job.blocks(item), got = std::min<uint64_t>(left, body_bytes_ - body_got_);
-    body_got_ += got;
-    left -= size_t(got);
-    const uint32_t pieces = body_got_ > checks_bytes ? uint32_t((body_got_ - checks_bytes) / job.piece_bytes(item)) : 0;
-    const bool good = job.verify(item, to[done], verified_, pieces);
-    const bool ended = body_got_ == body_bytes_;
-    verified_ = pieces;
-    if (good && !ended) break;
-    if (good && job.is_cut(item)) job.copy_tail(item, tails_[done].data());
-    job.release(item, good ? LoadJob::Got::WHOLE : LoadJob::Got::BAD, true);
-    done++;
-    discarding_ = !ended;
-    if (!ended) break;
-    next_item();
-  }
-  if (done && header_got_ && !discarding_) std::memmove(headers_[0], headers_[done], header_got_);
-  if (done && done < claimed) tails_[0].swap(tails_[done]);   // goes on there
-  if (left) {   // not what was expected: the rest goes aside before its places are let go
-    ahead_ = false;
-    keep_aside(iov, size_t(n) - left, left);
-  }
-  for (uint32_t i = done; i < claimed; i++) job.release(items[first + i], LoadJob::Got::PART, begins[i] < size_t(n));
-  if (!stream_) return Step::BLOCKED;
-  if (header_whole && !parse_header()) return Step::GONE;
-  return size_t(n) < want && !from_spill && !spilled() ? Step::BLOCKED : Step::MORE;
-}
-
-// As recvmsg; what was received too far ahead comes first.
-ssize_t ReadConn::pull(iovec* iov, int parts) {
-  if (spilled()) {
-    size_t n = 0;
-    for (int i = 0; i < parts && spilled(); i++) n += size_t(take(static_cast<uint8_t*>(iov[i].iov_base), iov[i].iov_len));
-    return ssize_t(n);
-  }
-  msghdr message{};
-  message.msg_iov = iov;
-  message.msg_iovlen = size_t(parts);
-  ssize_t n;
-  do n = recvmsg(fd_, &message, MSG_DONTWAIT);
-  while (n < 0 && errno == EINTR);
-  if (n > 0) {
-    net.stats.bytes_received.fetch_add(uint64_t(n), std::memory_order_relaxed);
-    net.stats.read_bytes_tcp.fetch_add(uint64_t(n), std::memory_order_relaxed);
-  }
-  return n;
-}
-
-// Bytes [skip, skip + bytes) of what a receive brought, in front of what is aside already.
-void ReadConn::keep_aside(const iovec* iov, size_t skip, size_t bytes) {
-  std::vector<uint8_t> kept;
-  kept.reserve(bytes);
-  for (; bytes; iov++) {
-    const size_t n = iov->iov_len > skip ? std::min(iov->iov_len - skip, bytes) : 0;
-    const auto* at = static_cast<const uint8_t*>(iov->iov_base) + skip;
-    if (n) kept.insert(kept.end(), at, at + n);
-    skip -= std::min(skip, iov->iov_len);
-    bytes -= n;
-  }
-  kept.insert(kept.end(), spill_.begin() + ptrdiff_t(spill_at_), spill_.end());
-  spill_ = std::move(kept);
-  spill_at_ = 0;
-}
-
 void ReadConn::next_item() {
   item_++;
   header_got_ = 0;
@@ -352,15 +242,11 @@ void ReadConn::next_item() {
 }
 
 void ReadConn::finish() {
-  if (spilled()) return broke_protocol();   // more than was asked
   node.heard();   // owes nothing: it may have been called late between its last byte and this
   stream_ = nullptr;
   idle_since_ns_ = now_ns();
   reused_ = true;
   draining_ = false;
-  for (auto& tail : tails_) tail = {};   // a kept connection holds no memory
-  spill_ = {};
-  spill_at_ = 0;
   auto self = std::static_pointer_cast<ReadConn>(shared_from_this());
   std::lock_guard lock(node.mutex);
   node.idle.push_back(std::move(self));

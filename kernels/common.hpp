@@ -64,6 +64,17 @@ static_assert(sizeof(ShardIdentity) == 72);
 inline uint64_t shard_seed(const ShardIdentity& id) { return XXH3_64bits(&id, sizeof id); }
 inline uint64_t shard_sum(const void* bytes, size_t n, uint64_t seed) { return XXH3_64bits_withSeed(bytes, n, seed); }
 
+// shard_sum() of bytes that come in parts.
+class ShardSum {
+ public:
+  void begin(uint64_t seed) { XXH3_64bits_reset_withSeed(&state_, seed); }
+  void add(const void* bytes, size_t n) { XXH3_64bits_update(&state_, bytes, n); }
+  uint64_t value() const { return XXH3_64bits_digest(&state_); }
+
+ private:
+  XXH3_state_t state_{};
+};
+
 struct Digest { uint64_t low, high; };
 static_assert(sizeof(Digest) == 16);
 
