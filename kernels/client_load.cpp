@@ -111,7 +111,7 @@ void LoadJob::start() {
       grant_more();
     }
   }
-  for (auto& stream : streams) launch(stream);
+  launch(streams);
   Todo todo;
   for (uint32_t e = 0; e < extents; e++) {
     std::lock_guard lock(work_[e]->mutex);
@@ -172,18 +172,28 @@ wire::ReadExtent LoadJob::read_extent(const Stream::Item& item) const {
   return r;
 }
 
-void LoadJob::launch(std::shared_ptr<Stream> stream, bool fresh) {
-  uint64_t longest = 0;
-  for (const auto& item : stream->items) longest = std::max(longest, body_bytes(item));
-  auto conn = ReadConn::lease(*shared_->net, *shared_->net->nodes[stream->node], fresh, longest);
-  if (!conn) return lose(*stream, 0, uint32_t(stream->items.size()), outcome(Fault::UNREACHABLE));
-  {
-    std::lock_guard lock(mutex_);
-    for (size_t i = 0; i < streams_.size(); i++)
-      if (streams_[i] == stream) conns_[i] = conn;
+void LoadJob::launch(const std::vector<std::shared_ptr<Stream>>& streams, bool fresh) {
+  using Going = std::pair<std::shared_ptr<ReadConn>, std::shared_ptr<Stream>>;
+  std::unordered_map<Loop*, std::vector<Going>> by_loop;   // woken once each
+  for (const auto& stream : streams) {
+    uint64_t longest = 0;
+    for (const auto& item : stream->items) longest = std::max(longest, body_bytes(item));
+    auto conn = ReadConn::lease(*shared_->net, *shared_->net->nodes[stream->node], fresh, longest);
+    if (!conn) {
+      lose(*stream, 0, uint32_t(stream->items.size()), outcome(Fault::UNREACHABLE));
+      continue;
+    }
+    {
+      std::lock_guard lock(mutex_);
+      for (size_t i = 0; i < streams_.size(); i++)
+        if (streams_[i] == stream) conns_[i] = conn;
+    }
+    by_loop[&conn->loop].emplace_back(std::move(conn), stream);
   }
-  Loop& loop = conn->loop;
-  loop.post([conn = std::move(conn), stream = std::move(stream)] { conn->start(stream); });
+  for (auto& [loop, going] : by_loop)
+    loop->post([going = std::move(going)] {
+      for (auto& [conn, stream] : going) conn->start(stream);
+    });
 }
 
 // --- places ---
@@ -360,7 +370,7 @@ void LoadJob::ask_late(std::vector<Late> late) {
       streams_.push_back(stream);
       conns_.push_back(nullptr);
     }
-    launch(stream);
+    launch({stream});
   }
 }
 

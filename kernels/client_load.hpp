@@ -288,7 +288,7 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   void grant_more();                                             // with the job's lock
   void grant(uint32_t pairs);                                    // likewise
   void grant_if_still(int64_t now);                              // by tick()
-  void launch(std::shared_ptr<Stream> stream, bool fresh = false);
+  void launch(const std::vector<std::shared_ptr<Stream>>& streams, bool fresh = false);
   void tick();
   void arm_tick(Loop& loop);
   void leave();   // one thread fewer inside a place

@@ -268,7 +268,7 @@ void ReadConn::on_closed(Outcome why) {
   // Nor does RDMA that brings nothing: then over TCP.
   const bool elsewhere = unproven && net.config.transport == Transport::AUTO;
   if (((reused_ && !heard_any_) || elsewhere) && why == outcome(Fault::BROKEN))
-    stream->job->launch(stream, true);
+    stream->job->launch({stream}, true);
   else
     stream->job->lose(*stream, item_, uint32_t(stream->items.size()), why);
 }

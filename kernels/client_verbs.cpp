@@ -180,7 +180,7 @@ void ReadConn::over_tcp_elsewhere(const std::string& kind, const std::string& wh
   avoid_rdma(kind, why);
   auto stream = net.config.transport == Transport::RDMA ? nullptr : std::move(stream_);
   close(outcome(stream_ ? Fault::LIMIT : Fault::CANCELLED));
-  if (stream && !stream->job->over()) stream->job->launch(stream, true);
+  if (stream && !stream->job->over()) stream->job->launch({stream}, true);
 }
 
 void ReadConn::let_go() {

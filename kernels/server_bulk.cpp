@@ -12,6 +12,7 @@ namespace kv {
 namespace {
 constexpr int64_t TURN_BYTES = 2 << 20;             // a connection's turn, then the next one's
 constexpr int64_t OPEN_COST_BYTES = 16 << 10;       // opening an extent counts as this much of a turn
+constexpr uint32_t OPEN_AHEAD = 1;                  // extents behind the one that is sent: the first bytes leave before all are open
 constexpr size_t REQUESTS_MAX = 64;                 // read ahead per connection
 constexpr uint64_t READ_ASK_BYTES_MAX = 64 << 20;   // held for READs of all connections; past it one request each
 constexpr size_t BATCH_BYTES = 128 << 10;           // small items and replies are gathered up to this
@@ -145,11 +146,12 @@ BulkLoop::Step BulkLoop::send_items(Conn& conn, BulkRequest& request, int64_t& b
     return Step::MOVED;
   }
   const uint32_t extent = job.items[job.next].extent;
-  if (job.opened < job.extents.size()) open_extents(request.read, budget);
+  open_extents(request.read, extent + 1 + OPEN_AHEAD, budget);
   if (job.opened <= extent) return Step::MOVED;   // the turn went into opening
   Status status = Status::OK;
   Source source;
   if (engine_->fetch(request.read, job.next, status, source) != Fetch::READY) {   // one at a time: never LATER
+    open_extents(request.read, uint32_t(job.extents.size()), budget);   // the disk may be asked for them meanwhile
     b.waiting = true;
     return Step::STUCK;
   }
@@ -230,9 +232,11 @@ BulkLoop::Step BulkLoop::send_tail(Conn& conn, int64_t& budget) {
   return Step::MOVED;
 }
 
-void BulkLoop::open_extents(const std::shared_ptr<ReadJob>& job, int64_t& budget) {
+void BulkLoop::open_extents(const std::shared_ptr<ReadJob>& job, uint32_t end, int64_t& budget) {
   const uint32_t first = job->opened;
-  while (job->opened < job->extents.size() && (budget > 0 || job->opened == first)) {
+  end = std::min(end, uint32_t(job->extents.size()));
+  if (first >= end) return;
+  while (job->opened < end && (budget > 0 || job->opened == first)) {
     ExtentRead& e = job->extents[job->opened++];
     budget -= OPEN_COST_BYTES;
     if (!e.items_left) continue;   // nobody asks for it: it is not held open

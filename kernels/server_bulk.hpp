@@ -76,7 +76,7 @@ class BulkLoop final : public Loop {
   BulkRequest& enqueue(Conn& conn, const wire::FrameHeader& header);
   void refuse(Conn& conn, Status why);          // a bare answer, then close
   void answered(Conn& conn);                    // the front request
-  void open_extents(const std::shared_ptr<ReadJob>& job, int64_t& budget);
+  void open_extents(const std::shared_ptr<ReadJob>& job, uint32_t end, int64_t& budget);   // up to `end`
   // server_verbs.cpp
   void on_verbs_open(Conn& conn);
   void on_verbs_ready(Conn* conn, Message& message);

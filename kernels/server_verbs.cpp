@@ -237,7 +237,7 @@ BulkLoop::Step BulkLoop::write_items(Conn& conn, BulkRequest& request, int64_t& 
   v.starved = v.item == job.items.size() || (!v.open && !v.credits) || v.posted.size() + 1 >= SENDS || v.flying_bytes >= FLYING_BYTES_MAX;
   if (v.starved) return rest(v);
   const uint32_t extent = job.items[v.item].extent;
-  if (job.opened < job.extents.size()) open_extents(v.job, budget);
+  open_extents(v.job, uint32_t(job.extents.size()), budget);
   if (job.opened <= extent) return Step::MOVED;
   const VerbsPlace place = request.places[v.item];
   if (!v.open) {

@@ -56,6 +56,26 @@ def test_a_stream_that_comes_in_dribs_comes_out_whole(cluster: tuple[PeerCluster
             assert result.blocks == len(keys) and result.bad_shards == 0 and np.array_equal(place, data)
 
 
+@pytest.mark.parametrize("chopped", [False, True])
+def test_pieces_longer_than_a_receive_are_checked_whole(chopped: bool) -> None:
+    layout = Layout.single(3_000_001)  # 300,032 bytes a shard
+    keys = chain(2, layout)
+    with PeerCluster() as peers, Client(peers.map, layout=layout, config=NO_REUSE) as client:
+        data = store(client, keys)
+
+        async def late_flip(item: Item) -> bytes:
+            return item.body[:-70_000] + bytes([item.body[-70_000] ^ 1]) + item.body[-69_999:]
+
+        for number, peer in enumerate(peers.peers):
+            peer.chop = random.Random(number) if chopped else None
+        for faulty in ((), (2,), (0, 9)):
+            for number, peer in enumerate(peers.peers):
+                peer.item_rule = late_flip if number in faulty else None
+            result, place = load(client, whole_ticket(client, keys), deadline_seconds=paced(20.0))
+            assert result.blocks == len(keys) and np.array_equal(place, data)
+            assert bool(result.bad_shards) == bool(faulty)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_faults_in_a_chopped_stream_never_make_wrong_bytes(seed: int) -> None:
     dice = random.Random(seed)
