@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <stdexcept>
 
 #include "verbs_bind.hpp"
@@ -38,27 +39,75 @@ void DirectZone::add(uint64_t address, uint64_t bytes) {
   bytes_ = bytes;
 }
 
-void DirectZone::add_dma_buf(int fd, uint64_t bytes, uint64_t address) {
+void DirectZone::add_dma_buf(const verbs::DmaBuf& part) {
   if (region_) throw std::logic_error("a zone has one memory");
-  region_ = verbs::Region::of_dma_buf(device, fd, bytes, address, ACCESS, pd_);
-  address_ = address;
-  bytes_ = bytes;
+  region_ = verbs::Region::of_dma_buf(device, part, ACCESS, pd_);
+  address_ = part.address;
+  bytes_ = part.bytes;
+}
+
+void DirectZone::check_lost() const {
+  if (lost) throw verbs::Fault("E148", device->name, "writes to this memory could not be fenced", "register other memory, and never use this again");
 }
 
 std::unique_ptr<DirectLink> DirectZone::link(uint64_t address, uint64_t bytes, uint32_t credits) {
   if (!region_ || bytes == 0 || bytes > wire::VERBS_ZONE_BYTES_MAX || bytes > bytes_ || address < address_ || address - address_ > bytes_ - bytes)
     throw std::out_of_range("not a part of what was registered, or too large");
-  if (lost) throw verbs::Fault("E148", device->name, "a link to this memory could not be fenced", "register other memory, and never use this again");
+  check_lost();
   return std::make_unique<DirectLink>(shared_from_this(), address, bytes, credits);
+}
+
+void DirectZone::read_back(double seconds) {
+  std::lock_guard lock(mutex_);
+  if (!region_) throw std::logic_error("a zone without memory");
+  check_lost();
+  if (!read_back_) read_back_ = std::make_unique<ReadBack>(device, pd_);
+  std::string why;
+  if (read_back_->run(address_, region_->lkey(), seconds, why)) return;
+  lost = true;
+  throw verbs::Fault("E148", device->name + ": reading back from a landing zone", why, "never use this memory again; look at dmesg");
 }
 
 bool DirectZone::close() {
   if (links) return false;
+  read_back_.reset();
   if (region_ && !region_->close()) return false;
   region_.reset();
   if (pd_ && verbs::library().dealloc_pd(pd_)) return false;
   pd_ = nullptr;
   return true;
+}
+
+ReadBack::ReadBack(std::shared_ptr<verbs::Device> device, ibv_pd* pd)
+    : region_(device, memory_.data(), 1, ACCESS), far_(device, verbs::Depths{1, 1}, IBV_ACCESS_REMOTE_WRITE), near_(device, verbs::Depths{1, 1}, 0, pd) {
+  std::string why;
+  if (!near_.connect(far_.address(), why) || !far_.connect(near_.address(), why))
+    throw verbs::Fault("E148", device->name + " to itself", why, "give its interface an address, or load through host memory");
+}
+
+bool ReadBack::run(uint64_t address, uint32_t lkey, double seconds, std::string& why) {
+  ibv_sge from{address, 1, lkey};
+  ibv_send_wr wr{};
+  wr.sg_list = &from;
+  wr.num_sge = 1;
+  wr.opcode = IBV_WR_RDMA_WRITE;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.wr.rdma.remote_addr = reinterpret_cast<uint64_t>(memory_.data());
+  wr.wr.rdma.rkey = region_.rkey();
+  if (!near_.post_send(&wr)) return why = "the work request is refused", false;
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::clamp(seconds, 0.0, SECONDS_MAX)));
+  for (;;) {
+    ibv_wc done;
+    const int n = near_.listen() ? near_.poll(&done, 1) : -1;
+    if (n < 0) return why = "the completion queue is broken", false;
+    if (n && done.status == IBV_WC_SUCCESS) return true;   // its byte was fetched before it could be acknowledged
+    if (n) return why = "it failed with status " + std::to_string(done.status), false;
+    const double rest = std::chrono::duration<double>(end - Clock::now()).count();
+    if (rest <= 0) return why = "it took too long", false;
+    pollfd waiting{near_.fd(), POLLIN, 0};
+    ::poll(&waiting, 1, int(rest * 1000) + 1);
+  }
 }
 
 DirectLink::DirectLink(std::shared_ptr<DirectZone> zone, uint64_t address, uint64_t bytes, uint32_t credits)
@@ -152,11 +201,15 @@ void bind_direct(nanobind::module_& m) {
   nb::class_<DirectZone>(m, "DirectZone")
       .def(nb::new_([](const std::string& device) { return freely([&] { return DirectZone::open(device); }); }), "device"_a = "auto")
       .def("add", [](DirectZone& z, uint64_t address, uint64_t bytes) { freely([&] { z.add(address, bytes); }); }, "address"_a, "size_bytes"_a)
-      .def("add_dma_buf", [](DirectZone& z, int fd, uint64_t bytes, uint64_t address) { freely([&] { z.add_dma_buf(fd, bytes, address); }); },
-           "descriptor"_a, "size_bytes"_a, "address"_a)
+      .def("add_dma_buf",
+           [](DirectZone& z, int fd, uint64_t offset, uint64_t bytes, uint64_t address) {
+             freely([&] { z.add_dma_buf({fd, offset, bytes, address}); });
+           },
+           "descriptor"_a, "offset_bytes"_a, "size_bytes"_a, "address"_a)
       .def("link",
            [](DirectZone& z, uint64_t address, uint64_t bytes, uint32_t credits) { return freely([&] { return z.link(address, bytes, credits); }); },
            "address"_a, "size_bytes"_a, "credits"_a)
+      .def("read_back", [](DirectZone& z, double seconds) { freely([&] { z.read_back(seconds); }); }, "seconds"_a)
       .def("close", [](DirectZone& z) { return freely([&] { return z.close(); }); })
       .def_prop_ro("device_name", [](const DirectZone& z) { return z.device->name; })
       .def_prop_ro("registered_bytes", [](const DirectZone& z) { return z.device->registered_bytes.load(); })

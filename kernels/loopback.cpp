@@ -1,12 +1,12 @@
 // Loopback: see loopback.hpp. The module's face is at the end.
 #include "loopback.hpp"
 
+#include <arpa/inet.h>
 #include <nanobind/stl/string.h>
 #include <poll.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <stdexcept>
 
 #include "verbs_bind.hpp"
@@ -19,22 +19,23 @@ constexpr int ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 constexpr double SLICE_SECONDS = 0.02;   // another thread may have taken the completion that this one waits for
 constexpr double SECONDS_MAX = 3600;
 constexpr int GENERATION_SHIFT = 40;   // of a number to wait for: 10^12 pieces of one pair of queues
+constexpr const char* BROKEN_QUEUE = "its completion queue is broken";
 
 Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::clamp(seconds, 0.0, SECONDS_MAX)));
 }
-double left(Clock::time_point end) { return std::chrono::duration<double>(end - Clock::now()).count(); }
 }  // namespace
 
 Loopback::Loopback(const std::string& device) : device_(verbs::Device::open(device)) { connect(); }
 
 void Loopback::connect() {
   near_ = std::make_unique<verbs::Endpoint>(device_, verbs::Depths{DEPTH, 1}, 0);
-  far_ = std::make_unique<verbs::Endpoint>(device_, verbs::Depths{1, 1}, IBV_ACCESS_REMOTE_WRITE);
-  std::string why;
-  if (!near_->connect(far_->address(), why) || !far_->connect(near_->address(), why))
+  far_ = std::make_unique<verbs::Endpoint>(device_, verbs::Depths{1, MARKS}, IBV_ACCESS_REMOTE_WRITE);
+  std::string why = "receive requests are refused";
+  if (!far_->post_receives(far_->depths.receives) || !near_->connect(far_->address(), why) || !far_->connect(near_->address(), why))
     throw verbs::Fault("E148", device_->name + " to itself", why, "give its interface an address, or use another mover");
-  posted_ = completed_ = 0;
+  posted_ = sent_ = arrived_ = 0;
+  marks_.clear();
   generation_++;
   broken_.clear();
 }
@@ -56,8 +57,8 @@ uint32_t Loopback::add(uint64_t address, uint64_t bytes, bool writable) {
   return keep(Region{address, bytes, writable, std::move(memory)});
 }
 
-uint32_t Loopback::add_dma_buf(int fd, uint64_t bytes, uint64_t address) {
-  return keep(Region{address, bytes, true, verbs::Region::of_dma_buf(device_, fd, bytes, address, ACCESS)});
+uint32_t Loopback::add_dma_buf(const verbs::DmaBuf& part) {
+  return keep(Region{part.address, part.bytes, true, verbs::Region::of_dma_buf(device_, part, ACCESS)});
 }
 
 void Loopback::remove(uint32_t region) {
@@ -71,22 +72,44 @@ void Loopback::check_broken() const {
   if (!broken_.empty()) throw verbs::Fault("E148", device_->name + " to itself", broken_, "see dmesg; use another mover");
 }
 
+void Loopback::post_locked(ibv_send_wr* chain, size_t count) {
+  check_broken();       // found out while there was waited for room
+  posted_ += count;   // where they are refused some may have been taken: only a reset tells that they are over
+  if (near_->post_send(chain)) return;
+  broken_ = "work requests are refused";
+  check_broken();
+}
+
+// Behind all that was posted so far. False: there was no room in time.
+bool Loopback::mark_locked(Lock& lock, Clock::time_point end) {
+  if (!wait_locked(lock, end, [this] { return posted_ - sent_ < near_->depths.sends && marks_.size() < far_->depths.receives; })) return false;
+  ibv_send_wr wr{};
+  wr.wr_id = posted_ + 1;
+  wr.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+  wr.send_flags = IBV_SEND_SIGNALED;
+  wr.imm_data = htonl(uint32_t(posted_ + 1));
+  post_locked(&wr, 1);
+  marks_.push_back(posted_);
+  return true;
+}
+
 uint64_t Loopback::copy(uint32_t from, uint32_t to, std::span<const Piece> pieces, double seconds) {
   const auto end = after(seconds);
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   if (!broken_.empty() && !lost_ && near_->reset() && far_->reset()) connect();
   check_broken();
   const Region &source = regions_.at(from), &target = regions_.at(to);   // a map's nodes stay where they are
-  for (const Piece& p : pieces)
+  for (const Piece& p : pieces) {
     if (p.bytes > source.bytes || p.from < source.address || p.from - source.address > source.bytes - p.bytes || p.bytes > target.bytes ||
-        p.to < target.address || p.to - target.address > target.bytes - p.bytes || p.bytes > device_->message_bytes_max || p.bytes == 0 ||
-        !target.writable)
+        p.to < target.address || p.to - target.address > target.bytes - p.bytes || p.bytes == 0 || !target.writable)
       throw std::out_of_range("a piece does not lie within what was registered");
-  const uint64_t depth = near_->depths.sends;
+    if (p.bytes > device_->message_bytes_max)
+      throw verbs::Fault("E148", device_->name + " to itself", "it sends at most " + std::to_string(device_->message_bytes_max) + " bytes in one piece",
+                         "give narrower layers, or use another mover");
+  }
   for (size_t at = 0; at < pieces.size();) {
-    if (posted_ - completed_ >= depth && !wait_locked(lock, posted_ - depth + 1, left(end))) return 0;
-    check_broken();   // another thread may have found out meanwhile
-    const size_t count = std::min({pieces.size() - at, size_t(depth - (posted_ - completed_)), size_t(SIGNAL_EVERY)});
+    if (!wait_locked(lock, end, [this] { return posted_ - sent_ < near_->depths.sends; })) return 0;
+    const size_t count = std::min({pieces.size() - at, size_t(near_->depths.sends - (posted_ - sent_)), size_t(SIGNAL_EVERY)});
     ibv_send_wr wr[SIGNAL_EVERY];
     ibv_sge sge[SIGNAL_EVERY];
     for (size_t i = 0; i < count; i++) {
@@ -102,62 +125,76 @@ uint64_t Loopback::copy(uint32_t from, uint32_t to, std::span<const Piece> piece
       wr[i].wr.rdma.remote_addr = p.to;
       wr[i].wr.rdma.rkey = target.memory->rkey();
     }
-    if (!near_->post_send(wr)) {
-      posted_ += count;   // some may have been taken: only a reset tells that they are over
-      broken_ = "work requests are refused";
-      check_broken();
-    }
-    posted_ += count;
+    post_locked(wr, count);
     at += count;
   }
-  return generation_ << GENERATION_SHIFT | posted_;
+  return mark_locked(lock, end) ? generation_ << GENERATION_SHIFT | marks_.back() : 0;
 }
 
 void Loopback::take_completions() {
   ibv_wc done[64];
-  if (!near_->listen()) broken_ = "its completion queue is broken";
+  if (!near_->listen() || !far_->listen()) broken_ = BROKEN_QUEUE;
   for (int n; (n = near_->poll(done, 64)) != 0;) {
-    if (n < 0) {
-      broken_ = "its completion queue is broken";
-      return;
-    }
+    if (n < 0) return void(broken_ = BROKEN_QUEUE);
     for (int i = 0; i < n; i++) {
-      if (done[i].status == IBV_WC_SUCCESS) completed_ = std::max(completed_, done[i].wr_id);
+      if (done[i].status == IBV_WC_SUCCESS) sent_ = std::max(sent_, done[i].wr_id);
       else if (broken_.empty()) broken_ = "a write failed with status " + std::to_string(done[i].status);
     }
   }
+  for (int n; (n = far_->poll(done, 64)) != 0;) {
+    if (n < 0) return void(broken_ = BROKEN_QUEUE);
+    for (int i = 0; i < n; i++) {
+      const bool fine = done[i].status == IBV_WC_SUCCESS && done[i].opcode == IBV_WC_RECV_RDMA_WITH_IMM && !marks_.empty() &&
+                        ntohl(done[i].imm_data) == uint32_t(marks_.front());
+      if (fine) {
+        arrived_ = marks_.front();
+        marks_.pop_front();
+      } else if (broken_.empty()) {
+        broken_ = "a mark failed with status " + std::to_string(done[i].status);
+      }
+    }
+    if (broken_.empty() && !far_->post_receives(uint32_t(n))) broken_ = "receive requests are refused";
+  }
 }
 
-bool Loopback::wait_locked(std::unique_lock<std::mutex>& lock, uint64_t number, double seconds) {
-  const auto end = after(seconds);
+// Until done(), or false at `end`. Others may post and wait meanwhile.
+template <class Done>
+bool Loopback::wait_locked(Lock& lock, Clock::time_point end, Done done) {
   const uint64_t generation = generation_;
   for (;;) {
     if (generation != generation_) throw verbs::Fault("E148", device_->name + " to itself", "it was cut off by a failure", "see dmesg; use another mover");
-    if (completed_ >= number) return true;
     if (broken_.empty()) take_completions();
-    if (completed_ >= number) return true;
+    if (done()) return true;
     check_broken();
-    const double rest = left(end);
+    const double rest = std::chrono::duration<double>(end - Clock::now()).count();
     if (rest <= 0) return false;
-    pollfd waiting{near_->fd(), POLLIN, 0};
+    pollfd waiting[] = {{near_->fd(), POLLIN, 0}, {far_->fd(), POLLIN, 0}};
     lock.unlock();
-    ::poll(&waiting, 1, std::max(1, int(std::min(rest, SLICE_SECONDS) * 1000)));
+    ::poll(waiting, 2, std::max(1, int(std::min(rest, SLICE_SECONDS) * 1000)));
     lock.lock();
   }
 }
 
 bool Loopback::wait(uint64_t number, double seconds) {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   const uint64_t generation = number >> GENERATION_SHIFT;
   if (generation != generation_) throw verbs::Fault("E148", device_->name + " to itself", "it was cut off by a failure", "see dmesg; use another mover");
-  return wait_locked(lock, number & ((uint64_t(1) << GENERATION_SHIFT) - 1), seconds);
+  number &= (uint64_t(1) << GENERATION_SHIFT) - 1;
+  return arrived_ >= number || wait_locked(lock, after(seconds), [this, number] { return arrived_ >= number; });
 }
 
 bool Loopback::settle(double seconds) {
-  std::unique_lock lock(mutex_);
+  const auto end = after(seconds);
+  Lock lock(mutex_);
   const uint64_t generation = generation_;
   try {
-    if (broken_.empty() && wait_locked(lock, posted_, seconds)) return true;
+    if (broken_.empty()) {
+      const bool marked = posted_ == (marks_.empty() ? arrived_ : marks_.back());   // else a copy() ended before its mark
+      if (marked || mark_locked(lock, end)) {
+        const uint64_t last = posted_;
+        if (arrived_ >= last || wait_locked(lock, end, [this, last] { return arrived_ >= last; })) return true;
+      }
+    }
   } catch (const verbs::Fault&) {
     if (generation != generation_) return !lost_;   // what was posted then was cut off by a reset
   }
@@ -180,8 +217,11 @@ void bind_loopback(nanobind::module_& m) {
       .def("__init__", [](Loopback* self, const std::string& device) { freely([&] { new (self) Loopback(device); }); }, "device"_a = "auto")
       .def("add", [](Loopback& l, uint64_t address, uint64_t bytes, bool writable) { return freely([&] { return l.add(address, bytes, writable); }); },
            "address"_a, "size_bytes"_a, "writable"_a)
-      .def("add_dma_buf", [](Loopback& l, int fd, uint64_t bytes, uint64_t address) { return freely([&] { return l.add_dma_buf(fd, bytes, address); }); },
-           "descriptor"_a, "size_bytes"_a, "address"_a)
+      .def("add_dma_buf",
+           [](Loopback& l, int fd, uint64_t offset, uint64_t bytes, uint64_t address) {
+             return freely([&] { return l.add_dma_buf({fd, offset, bytes, address}); });
+           },
+           "descriptor"_a, "offset_bytes"_a, "size_bytes"_a, "address"_a)
       .def("remove", [](Loopback& l, uint32_t region) { freely([&] { l.remove(region); }); }, "region"_a)
       .def("copy",
            [](Loopback& l, uint32_t from, uint32_t to, Pieces pieces, double seconds) {

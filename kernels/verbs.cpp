@@ -269,13 +269,13 @@ RegDmaBuf reg_dma_buf() {
 }
 }  // namespace
 
-std::unique_ptr<Region> Region::of_dma_buf(std::shared_ptr<Device> device, int fd, uint64_t bytes, uint64_t address, int access, ibv_pd* pd) {
+std::unique_ptr<Region> Region::of_dma_buf(std::shared_ptr<Device> device, const DmaBuf& part, int access, ibv_pd* pd) {
   const std::string what = "registering a dma-buf with " + device->name;
   const RegDmaBuf reg = reg_dma_buf();
   if (!reg) throw Fault("E148", what, "libibverbs.so.1 has no ibv_reg_dmabuf_mr", "rdma-core 34 or later, or nvidia-peermem");
-  ibv_mr* mr = reg(pd ? pd : device->pd, 0, bytes, address, fd, access);
+  ibv_mr* mr = reg(pd ? pd : device->pd, part.offset, part.bytes, part.address, part.fd, access);
   if (!mr) throw Fault("E148", what, error_text(errno), "another kernel or driver of the device, or nvidia-peermem");
-  return std::unique_ptr<Region>(new Region(std::move(device), mr, bytes));
+  return std::unique_ptr<Region>(new Region(std::move(device), mr, part.bytes));
 }
 
 bool Region::close() {

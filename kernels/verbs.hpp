@@ -94,12 +94,15 @@ class Memory {
   bool huge_ = false;
 };
 
+// A part of a dma-buf: `bytes` from `offset` on, which work requests and peers call by `address`. Both have one place within a page.
+struct DmaBuf { int fd; uint64_t offset, bytes, address; };
+
 class Region {
  public:
   // access: IBV_ACCESS_* bits. E147, E148. Takes time with the size: not on a path that somebody waits for.
   Region(std::shared_ptr<Device> device, void* at, uint64_t bytes, int access, ibv_pd* pd = nullptr);
-  // Of a dma-buf, whose first byte others know by `address`. E148, also where library, kernel or device know none.
-  static std::unique_ptr<Region> of_dma_buf(std::shared_ptr<Device> device, int fd, uint64_t bytes, uint64_t address, int access, ibv_pd* pd = nullptr);
+  // Of that part of a dma-buf alone. E148, also where library, kernel or device know none.
+  static std::unique_ptr<Region> of_dma_buf(std::shared_ptr<Device> device, const DmaBuf& part, int access, ibv_pd* pd = nullptr);
   ~Region();
   Region(const Region&) = delete;
   bool close();   // false: the device refuses

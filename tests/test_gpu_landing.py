@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +13,10 @@ import torch
 from gpu_tools import DEVICE, back, kernels_run, there
 
 from kvstore import record
+from kvstore.client.direct import DirectExtent, DirectRead
+from kvstore.client.values import LoadOutcome
 from kvstore.erasure import codec, cut_plane
-from kvstore.errors import KeyFormatError, LayoutError, MisuseError
+from kvstore.errors import Closed, KeyFormatError, LayoutError, MisuseError
 from kvstore.kernels.gpu import Arrived, Identity, LandedPlane, Outcome, PageTable, Part, land_plane, views_of_bodies
 from kvstore.kernels.hash_reference import block_tag
 from kvstore.layout import Layout, Plane, Section, shard_bytes_of
@@ -126,6 +131,31 @@ def test_the_bodies_of_items_are_a_zone_as_they_come() -> None:
             views_of_bodies(wrong, 4)
     with pytest.raises(LayoutError, match="E508"):
         views_of_bodies(bodies, 0)
+
+
+def test_a_read_of_path_b_lands_and_scatters_notes_both_and_is_closed_to_both_after() -> None:
+    """By itself: its memory and its client are no more than what it asks them. How it comes to be: tests/verbs/test_direct.py."""
+    zone, noted, reading = arrived_zone(9, ((5, 6),)), [], threading.Lock()
+    name, shards = zone.arrived[0].identity, zone.arrived[0].shards
+    parts = [zone.sums.view(np.uint8).reshape(12, -1), zone.digests.view(np.uint8).reshape(12, -1), zone.pieces.reshape(12, -1)]
+    bodies = there(np.concatenate(parts, axis=1)).reshape(-1)
+    reading.acquire()
+    memory: Any = SimpleNamespace(zone=bodies, note_user=lambda: noted.append(True), unused=lambda end: True, _reading=reading)
+    client: Any = SimpleNamespace(map=SimpleNamespace(k=K, m=M), layout=SimpleNamespace(planes=lambda k: PLANES))
+    ticket: Any = SimpleNamespace(owner=name.owner, keys=np.stack([np.frombuffer(key, np.uint8) for key in zone.keys]))
+    extent = DirectExtent(name.extent_key, name.write_id, 0, 4, 0, (0,) * 12, (0, 0))
+    read = DirectRead(memory, LoadOutcome.COMPLETE, ticket, 0, (extent,), (((), shards),), client)
+    ((row, landed),) = read.land(1)
+    assert (row, landed.outcomes, len(noted)) == (0, (Outcome.REBUILT,) * 4, 1)
+    zone.check(landed, {0, 1, 2, 3})
+    assert len(noted) == 3  # two scatters
+    assert list(read.land(0)) == []  # no shard of that plane came
+    read.close()
+    assert not reading.locked()
+    with pytest.raises(Closed, match="E519"):
+        zone.check(landed, {0, 1, 2, 3})
+    with pytest.raises(Closed, match="E519"):
+        next(read.land(1))
 
 
 def test_a_wrong_piece_is_lost_for_its_block_alone_and_three_are_too_many() -> None:

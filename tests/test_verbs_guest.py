@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from native_tools import build_native
+from native_tools import build_native, build_stub
 from verbs.guest import folder_in_guest, pytest_in_guest, run_in_guest
 
 RDMA = ("KVSTORE_TRANSPORT=rdma", "KVSTORE_RDMA_DEVICE=rxe1")  # of clients; daemons take the first device, rxe0
@@ -41,7 +41,9 @@ SUITE = (
 def test_verbs_in_a_guest() -> None:
     with folder_in_guest() as programs:
         cycles = build_native("verbs_cycles", ("verbs", "verbs_zone"), programs)
-        report = pytest_in_guest("tests/verbs", *FAST, seconds=GUEST_SECONDS, env=(f"KVSTORE_VERBS_CYCLES={cycles}",))
+        cuda = build_stub("libcuda_stub", programs, "libcuda.so.1")
+        env = (f"KVSTORE_VERBS_CYCLES={cycles}", f"KVSTORE_CUDA_STUB={cuda}")
+        report = pytest_in_guest("tests/verbs", *FAST, seconds=GUEST_SECONDS, env=env)
     assert " passed" in report, report
 
 

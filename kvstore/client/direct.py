@@ -7,8 +7,9 @@
                     landed.scatter(part, pages, table, first_row=row * part.rows)
 
 Zone: for each extent and plane the k + m bodies of its shards as in an ITEM frame (docs/PROTOCOL.md), one behind the other, so that
-`views_of_bodies` sees them. Fence: a node writes through a queue pair of its own, and read() returns only after all were reset; what came
-is looked at after that alone. Every load sets its queue pairs up anew: the fence leaves none to use again.
+`views_of_bodies` sees them. Fence: a node writes through a queue pair of its own, and read() returns only after all were reset and, of a
+GPU, a byte was read back behind what they wrote; what came is looked at after that alone. Every load sets its queue pairs up anew: the
+fence leaves none to use again. A GPU's kernels that use the zone are waited for, too: before nodes are asked, and where a read is closed.
 
 Threads: one a node and load, gone when read() returns, but for one that is still connecting: it finds the load over and opens nothing.
 """
@@ -16,6 +17,7 @@ Threads: one a node and load, gone when read() returns, but for one that is stil
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import threading
@@ -30,24 +32,25 @@ import numpy as np
 from kvstore import wire
 from kvstore.client.client import Client
 from kvstore.client.load import spans_of
-from kvstore.client.movers.interface import refuse_encrypted, torch_cuda
+from kvstore.client.movers.cuda import CudaEvent, told_so_far, wait_for_all
+from kvstore.client.movers.interface import poll_until, refuse_encrypted
 from kvstore.client.movers.registering import Registered, register_gpu
 from kvstore.client.native import U8
 from kvstore.client.ticket import Ticket
 from kvstore.client.values import LoadOutcome
-from kvstore.errors import KvstoreError, LayoutError, MisuseError, Unreachable
+from kvstore.errors import Closed, KvstoreError, LayoutError, MisuseError, Unreachable
 from kvstore.kernels._native import DirectLink, DirectZone
+from kvstore.kernels.gpu import LandedPlane, PageTable, Part
 from kvstore.placement import nodes_of_writings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvstore.kernels.gpu import LandedPlane
-
 BODY_ALIGN: Final = 256  # of the first body of each (extent, plane); of all others by their length, a multiple of 8
 SLICE_SECONDS: Final = 0.01  # how soon a thread sees that its load is over
 CHECK_BYTES: Final = 8 + wire.DIGEST_BYTES  # of a piece, in front of all pieces
 ITEMS_MAX: Final = 4096  # of one node and load: receive requests
+READ_BACK_SECONDS: Final = 10.0  # microseconds, but for a device that is broken or emulated
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,6 @@ class DirectMemory:
     def __init__(self, zone: Tensor | U8, device: str = "auto", *, cipher: int = 0) -> None:
         refuse_encrypted(cipher)
         self.zone = zone
-        self._numpy = isinstance(zone, np.ndarray)
         flat = zone.ndim == 1 and str(zone.dtype).removeprefix("torch.") == "uint8"
         contiguous = zone.flags.c_contiguous and zone.flags.writeable if isinstance(zone, np.ndarray) else zone.is_contiguous()
         if not flat or not contiguous or not len(zone):
@@ -93,13 +95,16 @@ class DirectMemory:
         self.address = int(zone.ctypes.data) if isinstance(zone, np.ndarray) else int(zone.data_ptr())
         self._core = DirectZone(device)
         self._gpu: Registered[None] | None = None
+        self._users: list[CudaEvent] = []  # what streams were told that looks at the zone, as far as it is not known to be over
         self._reading = threading.Lock()
         if self.device == "cpu":
             self._core.add(self.address, len(zone))
             self.registration = "host"
         else:
+            wait_for_all(self.device)  # torch gives memory out again while kernels that were queued before are still at it
             self._gpu = register_gpu("landing zone", self.device, self.address, len(zone), self._core.add_dma_buf, self._core.add)
             self.registration = self._gpu.way
+            self.after_fence()  # what this host cannot do is found out now
 
     def read(
         self, client: Client, ticket: Ticket, *, blocks: range | None = None, deadline_seconds: float | None = None, every: bool = False
@@ -107,8 +112,10 @@ class DirectMemory:
         """Bodies of `blocks` of the ticket's hit, all of it by default. When this returns nobody writes to the zone any more.
 
         k shards of each plane are waited for; with `every` all that there are: a second try where some of the k were wrong (TOO_FEW).
+        What this thread's current stream of the GPU was told so far is over before a node is asked; TIMEOUT where that takes too long.
         Raises LayoutError E508 where they do not fit, MisuseError E518 while another read is open, Unreachable E148 where a node could not
-        be fenced off: then the memory must never be used again. What nodes do wrong or late is no error: shards are missing.
+        be fenced off: then the memory must never be used again; E221 where the GPU failed. What nodes do wrong or late is no error: shards
+        are missing.
         """
         if not self._reading.acquire(blocking=False):
             raise MisuseError("E518", "landing zone", "is in use by another read", "close that one first, or register a zone for each")
@@ -118,10 +125,22 @@ class DirectMemory:
             self._reading.release()
             raise
 
-    def synchronize(self) -> None:
-        """What the current stream was told is over: the zone may be written again."""
+    def note_user(self) -> None:
+        """What this thread's current stream of the GPU was told so far may look at the zone."""
         if self._gpu is not None:
-            torch_cuda().current_stream(self.device).synchronize()
+            self._users.append(told_so_far(self.device))
+
+    def unused(self, end: float) -> bool:
+        """All that was noted is over, at `end` (monotonic) at the latest: the zone may be written again. Raises Unreachable E221."""
+        while self._users and poll_until(self._users[0].done, end):
+            del self._users[0]
+        return not self._users
+
+    def after_fence(self) -> None:
+        """What nodes wrote is in the GPU, and kernels begun later see it. Raises Unreachable E148, E221."""
+        if self._gpu is not None:
+            self._core.read_back(READ_BACK_SECONDS)
+            self._gpu.flush(always=True)
 
     def close(self) -> None:
         """Raises Unreachable E148 where the device does not let go of the memory, which must then stay."""
@@ -135,9 +154,22 @@ class DirectMemory:
         self.close()
 
 
+@dataclass(frozen=True)
+class DirectPlane(LandedPlane):
+    """A plane that landed in the zone of `read`, whose close() waits for its scatters. Closed E519 after that."""
+
+    read: DirectRead
+
+    def scatter(self, part: Part, pages: Tensor, table: PageTable, *, first_row: int = 0) -> None:
+        with self.read.using():
+            super().scatter(part, pages, table, first_row=first_row)
+
+
 @dataclass
 class DirectRead:
-    """What lies in the zone until close(): `shards[extent][plane]` arrived. COMPLETE: k of every plane, though they may be wrong."""
+    """What lies in the zone until close(): `shards[extent][plane]` arrived. COMPLETE: k of every plane, though they may be wrong.
+
+    For one thread, and any stream."""
 
     memory: DirectMemory
     outcome: LoadOutcome
@@ -159,7 +191,18 @@ class DirectRead:
         begin = at.offsets[plane]
         return self.memory.zone[begin : begin + (code.k + code.m) * size].reshape(code.k + code.m, size)
 
-    def land(self, plane: int) -> Iterator[tuple[int, LandedPlane]]:
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """close() waits for what the current stream is told within. `land` and `scatter` do it; others that look at `bodies` have to.
+        Raises Closed E519."""
+        if self._closed:
+            raise Closed("E519", "read of a landing zone", "is closed", "scatter before it is")
+        try:
+            yield
+        finally:
+            self.memory.note_user()
+
+    def land(self, plane: int) -> Iterator[tuple[int, DirectPlane]]:
         """Checks and rebuilds one plane, extent by extent, by kernels: (first row, landed). Without k shards it is left out."""
         import torch
 
@@ -177,14 +220,19 @@ class DirectRead:
             keys = [key.tobytes() for key in self.ticket.keys[first : first + extent.blocks]]
             arrived = [Arrived(name, extent.blocks, shards)]
             where = {"plane": self.client.layout.planes(code.k)[plane], "plane_number": plane, "k": code.k, "m": code.m}
-            yield extent.row, land_plane(*views_of_bodies(tensor, extent.blocks), arrived, keys, **where)  # type: ignore[arg-type]  # by name
+            with self.using():
+                landed = land_plane(*views_of_bodies(tensor, extent.blocks), arrived, keys, **where)  # type: ignore[arg-type]  # by name
+            yield extent.row, DirectPlane(**vars(landed), read=self)
 
     def close(self) -> None:
-        """The zone is free for the next read; waits for kernels that still look at it."""
+        """The zone is free for the next read; waits for kernels that still look at it. Raises Unreachable E221 where the GPU failed."""
         if not self._closed:
             self._closed = True
-            self.memory.synchronize()
-            self.memory._reading.release()
+            try:
+                self.memory.note_user()
+                self.memory.unused(math.inf)
+            finally:
+                self.memory._reading.release()
 
     def __enter__(self) -> Self:
         return self
@@ -244,6 +292,9 @@ class _Reading:
                 for shard, node in enumerate(extent.nodes):
                     if node >= 0:
                         items.setdefault(node, []).append(_Item(number, shard, plane, size, extent.offsets[plane] + shard * size))
+        self.memory.note_user()
+        if not self.memory.unused(self.end):
+            items.clear()
         self._working = len(items)
         for node, mine in items.items():
             threading.Thread(target=self._serve, args=(node, mine), name="kvstore-direct", daemon=True).start()
@@ -256,8 +307,7 @@ class _Reading:
             whole = not self._short
         if self._unfenced:
             raise Unreachable("E148", "landing zone", "the device did not fence off a node", "never use this memory again")
-        if self.memory._gpu is not None:
-            self.memory._gpu.flush(self.memory.device)
+        self.memory.after_fence()
         if not self.blocks and self.ticket.expired(self.client.clock.wall_time()):
             return DirectRead(self.memory, LoadOutcome.EXPIRED, self.ticket, 0, (), (), self.client)
         outcome = LoadOutcome.COMPLETE if whole else LoadOutcome.TIMEOUT if time.monotonic() >= self.end else LoadOutcome.UNREACHABLE

@@ -503,15 +503,15 @@ class Loopback:
     def add(self, address: int, size_bytes: int, writable: bool) -> int:
         """Registers memory until `remove`; the number that `copy` calls it by. A GPU's address works where nvidia-peermem is loaded."""
 
-    def add_dma_buf(self, descriptor: int, size_bytes: int, address: int) -> int:
-        """The same of a dma-buf, whose first byte others know by `address`."""
+    def add_dma_buf(self, descriptor: int, offset_bytes: int, size_bytes: int, address: int) -> int:
+        """The same of a part of a dma-buf, whose first byte `copy` calls `address`; both at the same place within a page."""
 
     def remove(self, region: int) -> None: ...
     def copy(self, source: int, target: int, pieces: _U64, seconds: float) -> int:
         """Begins to copy pieces (n, 3): address in source, address in target, bytes. A number to wait for; 0: there was no room in time."""
 
     def wait(self, number: int, seconds: float) -> bool:
-        """Whether all up to `number` is there."""
+        """Whether all up to `number` is in place: the receiving queue pair was told so."""
 
     def settle(self, seconds: float) -> bool:
         """Nothing posted so far touches memory any more when True; what is not done in time is cut off. False: the device refuses."""
@@ -530,11 +530,14 @@ class DirectZone:
     def add(self, address: int, size_bytes: int) -> None:
         """Registers it. A GPU's address works where nvidia-peermem is loaded."""
 
-    def add_dma_buf(self, descriptor: int, size_bytes: int, address: int) -> None:
-        """The same of a dma-buf, whose first byte others know by `address`."""
+    def add_dma_buf(self, descriptor: int, offset_bytes: int, size_bytes: int, address: int) -> None:
+        """The same of a part of a dma-buf, whose first byte others know by `address`; both at the same place within a page."""
 
     def link(self, address: int, size_bytes: int, credits: int) -> DirectLink:
         """A queue pair whose peer may write to that part of it, and tell of `credits` items. E148: an earlier one could not be fenced."""
+
+    def read_back(self, seconds: float) -> None:
+        """After the fence, for a GPU's: what the device wrote is no longer on its way over PCIe. E148: the zone is lost."""
 
     def close(self) -> bool:
         """Lets the memory go. False: links are left, or the device refuses."""

@@ -26,6 +26,12 @@ def has_devices() -> bool:
     return DEVICES.is_dir() and any(DEVICES.iterdir())
 
 
+def device_or_first(name: str) -> str:
+    """`name` where this host has it, as guests do, or has none; else its first RDMA device."""
+    found = sorted(path.name for path in DEVICES.iterdir()) if has_devices() else [name]
+    return name if name in found else found[0]
+
+
 @contextmanager
 def folder_in_guest() -> Iterator[Path]:
     """A folder that a guest sees too: within the checkout, for the host's /tmp is hidden there by one of the guest's own."""

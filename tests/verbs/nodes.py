@@ -19,16 +19,18 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from server_tools import InProcess, serving
+from verbs.guest import device_or_first
 
 from kvstore.clustermap import ClusterMap, Node
 
 POOL_BYTES = 4 << 20
-DEVICE = os.environ.get("KVSTORE_NODE_RDMA_DEVICE") or "rxe0"
+DEVICE = os.environ.get("KVSTORE_NODE_RDMA_DEVICE") or device_or_first("rxe0")
+CLIENT_DEVICE = os.environ.get("KVSTORE_RDMA_DEVICE") or device_or_first("rxe1")
 
 
 @contextmanager
 def cluster(
-    directory: Path, *, device: str = "rxe0", host: str = "127.0.0.1", child: int = -1
+    directory: Path, *, device: str = DEVICE, host: str = "127.0.0.1", child: int = -1
 ) -> Iterator[tuple[list[InProcess], ClusterMap, int]]:
     """Nodes, their map, and the process id of node `child`, which is a process of its own and missing from the list; else 0."""
     with ExitStack() as stack:

@@ -9,7 +9,9 @@ with End("rxe1") as end:
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +25,7 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, RecvWR, SendWR
 from server_tools import until
 
-PORT, GID_INDEX = 1, 1  # 1: RoCE v2 of the device's IPv4 address
+PORT = 1
 WAIT_SECONDS = 100.0  # emulated, beside other work, perhaps under a sanitizer
 BIND, SEND, RECEIVE = 1, 2, 3  # wr_id
 
@@ -35,7 +37,8 @@ class End:
     def __init__(self, device: str, zone_bytes: int = 1 << 20, *, depth: int = 64, base: End | None = None) -> None:
         self._base = base
         self.context = base.context if base else Context(name=device)
-        self.gid = _gid_bytes(str(self.context.query_gid(PORT, GID_INDEX)))
+        self.gid_index = base.gid_index if base else gid_index_of(device)
+        self.gid = _gid_bytes(str(self.context.query_gid(PORT, self.gid_index)))
         self.pd = base.pd if base else PD(self.context)
         self.cq = CQ(self.context, 4 * depth)
         self.zone_bytes = base.zone_bytes if base else zone_bytes
@@ -57,7 +60,7 @@ class End:
         attr.rq_psn, attr.sq_psn = psn, self.psn
         attr.max_rd_atomic = attr.max_dest_rd_atomic = 1
         attr.min_rnr_timer, attr.timeout, attr.retry_cnt, attr.rnr_retry = 12, 18, 7, 7
-        route = GlobalRoute(dgid=GID(_gid_text(gid)), sgid_index=GID_INDEX)
+        route = GlobalRoute(dgid=GID(_gid_text(gid)), sgid_index=self.gid_index)
         attr.ah_attr = AHAttr(port_num=PORT, is_global=1, gr=route)
         self.qp.to_rts(attr)
 
@@ -123,6 +126,17 @@ class End:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def gid_index_of(device: str) -> int:
+    """RoCE v2 of the device's IPv4 address: 1 of soft-RoCE."""
+    port = Path("/sys/class/infiniband", device, "ports", str(PORT))
+    for gid in sorted((port / "gids").iterdir(), key=lambda path: int(path.name)):
+        if gid.read_text().startswith("0000:0000:0000:0000:0000:ffff:"):
+            with contextlib.suppress(OSError):  # of an entry that is empty
+                if (port / "gid_attrs/types" / gid.name).read_text().strip() == "RoCE v2":
+                    return int(gid.name)
+    raise AssertionError(f"{device} has no RoCE v2 GID of an IPv4 address")
 
 
 def immediate_of(completion: Any) -> int:

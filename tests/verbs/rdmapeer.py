@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass, field
 
 from faultpeer import Peer, PeerCluster, Pipe, Raw
+from verbs.nodes import DEVICE
 from verbs.peer import End
 
 from kvstore import wire
 from kvstore.wire import Kind, Status, Verb
 
-DEVICE = os.environ.get("KVSTORE_NODE_RDMA_DEVICE") or "rxe0"
 BODY_BYTES_MAX = 2 << 20
 MTU_4096 = 5
 

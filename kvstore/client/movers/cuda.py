@@ -163,6 +163,28 @@ class _Copies(CudaWay):
                 runtime.copy_2d(mine, row_pitch, theirs, page_pitch, width, count, DEVICE_TO_HOST, stream)
 
 
+def wait_for_all(device: str) -> None:
+    """Until what any stream of the GPU was told so far is over. Raises Unreachable E221."""
+    try:
+        torch_cuda().synchronize(device)
+    except RuntimeError as error:
+        raise _failed(error) from None
+
+
+def told_so_far(device: str) -> CudaEvent:
+    """That what this thread's current stream of the GPU was told so far is over. Raises Unreachable E221."""
+    try:
+        event = torch_cuda().Event()
+        event.record(torch_cuda().current_stream(device))
+    except RuntimeError as error:
+        raise _failed(error) from None
+    return CudaEvent(event)
+
+
+def _failed(error: RuntimeError) -> Unreachable:
+    return Unreachable("E221", "gpu", str(error).partition("\n")[0], "look at nvidia-smi and dmesg")
+
+
 class CudaEvent:
     """A CUDA event; `cuda` is torch's."""
 
@@ -173,7 +195,7 @@ class CudaEvent:
         try:
             return bool(self.cuda.query())
         except RuntimeError as error:
-            raise Unreachable("E221", "gpu", str(error).splitlines()[0], "look at nvidia-smi and dmesg") from None
+            raise _failed(error) from None
 
     def wait(self, seconds: float) -> bool:
         return poll_until(self.done, time.monotonic() + seconds)

@@ -2,6 +2,9 @@
 
 Instead of the GPU's copy engine, which is slow at small pieces, the NIC writes them over PCIe into GPU memory. That memory is registered as
 a dma-buf where the GPU exports one and libibverbs, kernel and NIC take it, else by its address, which works where nvidia-peermem is loaded.
+
+A layer is there when the queue pair that its writes go to was told so, by an immediate behind them, and a flush is over where the GPU wants
+one. That an acknowledgement came back would not do: it says that the writes were taken, not that they are in place.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvstore.client.movers.interface import DoneEvent, Event, Mover, held_in, poll_until, torch_cuda
+from kvstore.client.movers.cuda import told_so_far
+from kvstore.client.movers.interface import DoneEvent, Event, Mover, held_in, poll_until
 from kvstore.client.movers.registering import Registered, register_gpu
 from kvstore.client.native import U8
 from kvstore.errors import DeadlineExceeded
@@ -49,16 +53,13 @@ class LoopbackMover(Mover):
         self._memories.append(memory)
 
     def _way(self, rows: U8, places: np.ndarray[Any, np.dtype[np.int64]], to_device: bool) -> _Writes:
-        before = None
-        if self._gpu is not None:  # a NIC does not know of streams: what the caller's was told is waited for here
-            before = torch_cuda().Event()
-            before.record(torch_cuda().current_stream(self.device))
+        before = None if self._gpu is None else told_so_far(self.device)  # a NIC does not know of streams
         return _Writes(self, rows, places, to_device, before)
 
     def flush(self) -> None:
         """After the NIC is done, where the GPU needs it before kernels see what was written."""
         if self._gpu is not None:
-            self._gpu.flush(self.device)
+            self._gpu.flush()
 
     def close(self) -> None:
         if not self._closed:
@@ -70,8 +71,10 @@ class LoopbackMover(Mover):
 
 
 class _Writes:
-    def __init__(self, mover: LoopbackMover, rows: U8, places: np.ndarray[Any, np.dtype[np.int64]], to_device: bool, before: Any) -> None:
-        self._mover, self._before = mover, before
+    def __init__(
+        self, mover: LoopbackMover, rows: U8, places: np.ndarray[Any, np.dtype[np.int64]], to_device: bool, before: Event | None
+    ) -> None:
+        self._mover, self._to_device, self._before = mover, to_device, before
         host, pages = mover._regions[held_in(mover._memories, rows, mover.row_bytes)], mover._pages_region
         self._source, self._target = (host, pages) if to_device else (pages, host)
         mine = np.uint64(rows.ctypes.data) + np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.strides[0])
@@ -82,7 +85,7 @@ class _Writes:
     def start(self, columns: slice, end: float) -> Event:
         core = self._mover._core
         if self._before is not None:
-            if not poll_until(self._before.query, end):
+            if not poll_until(self._before.done, end):
                 raise DeadlineExceeded("E220", "move", "what the GPU was doing before took longer than the deadline", "give it more time")
             self._before = None
         pieces = self._pieces + np.array([columns.start, columns.start, 0], np.uint64)
@@ -92,22 +95,23 @@ class _Writes:
         number = core.copy(self._source, self._target, pieces, end - time.monotonic())
         if not number:
             raise DeadlineExceeded("E220", "move", "the NIC did not take all of a layer in time", "give it more time")
-        return _Written(self._mover, number)
+        return _Written(self._mover, number, self._to_device)
 
     def settle(self, seconds: float) -> bool:
         return self._mover._core.settle(seconds)
 
 
 class _Written:
-    def __init__(self, mover: LoopbackMover, number: int) -> None:
-        self._mover, self._number, self._done = mover, number, False
+    def __init__(self, mover: LoopbackMover, number: int, to_device: bool) -> None:
+        self._mover, self._number, self._to_device, self._done = mover, number, to_device, False
 
     def done(self) -> bool:
         return self.wait(0.0)
 
     def wait(self, seconds: float) -> bool:
         if not self._done and self._mover._core.wait(self._number, seconds):
-            self._mover.flush()
+            if self._to_device:
+                self._mover.flush()
             self._done = True
         return self._done
 
