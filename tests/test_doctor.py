@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ CHECKS = {
     "rdma", "memlock", "huge pages", "gpu", "gpudirect", "locality", "erasure", "io_uring", "data", "clock", "time sync", "tcp", "files",
     "movers",
 }  # fmt: skip
-H200 = Gpu(0, "H200", "0000:1b:00.0", 141 << 30, rdma=True, dma_buf=True, writes_ordered=True)
+H200 = Gpu(0, "H200", "0000:1b:00.0", 141 << 30, rdma=True, dma_buf=True, writes_ordered=True, flushes=True)
 
 
 def write(path: Path, text: str) -> None:
@@ -171,14 +172,42 @@ def test_a_host_without_devices_is_fine_and_goes_by_tcp(tmp_path: Path) -> None:
     ],
 )
 def test_registration_is_chosen_by_what_the_machine_offers(dma_buf: bool, library: bool, module: str, chosen: str) -> None:
-    card = Gpu(0, "x", "0000:1b:00.0", 1, rdma=True, dma_buf=dma_buf, writes_ordered=True)
+    card = replace(H200, dma_buf=dma_buf)
     assert gpu.registration_of(card, library, module) == chosen
+    assert gpu.registration_of(replace(card, writes_ordered=False), library, module) == chosen  # it can be flushed
+    assert gpu.registration_of(replace(card, flushes=False), library, module) == chosen  # and need not be
+    assert gpu.registration_of(replace(card, writes_ordered=False, flushes=False), library, module) == "none"
+    assert gpu.registration_of(replace(card, rdma=False), library, module) == (chosen if chosen == "dma-buf" else "none")
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "mend"),
+    [
+        ({"dma_buf": False, "rdma": False}, "the GPU lets no device in by address", "not every GPU lets a NIC in"),
+        ({"dma_buf": False}, "nvidia-peermem is not loaded", "modprobe nvidia-peermem"),
+        ({"writes_ordered": False, "flushes": False}, "need a flush before kernels see them, which the driver cannot", "update the driver"),
+    ],
+)
+def test_a_gpu_that_no_nic_can_write_into_is_no_ok(tmp_path: Path, change: dict[str, bool], said: str, mend: str) -> None:
+    """With nvidia-peermem loaded, a GPU without GPUDirect was."""
+    nic(tmp_path)
+    if "rdma" in change:
+        (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    (finding,) = gpu.gpu_direct([replace(H200, **change)], rdma.rdma_devices(tmp_path), tmp_path)
+    assert finding.word is Word.WARN and said in finding.found and mend in finding.fix
+    assert finding.measured["chosen"] == "none" and finding.measured["rdma"] is change.get("rdma", True)
 
 
 @pytest.mark.parametrize(
     ("card", "other", "far"),
     [
         ("pci0000:00/0000:00:01.0/0000:19:00.0", "pci0000:00/0000:00:01.0/0000:19:00.0", "PIX"),
+        ("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0", "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:01.0", "PIX"),
+        (
+            "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0/0000:03:00.0/0000:04:00.0",
+            "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:01.0",
+            "PXB",
+        ),
         ("pci0000:00/0000:00:01.0", "pci0000:00/0000:00:03.0", "PHB"),
         ("pci0000:00/0000:00:01.0@1", "pci0000:80/0000:80:01.0@1", "NODE"),
         ("pci0000:00/0000:00:01.0@0", "pci0000:80/0000:80:01.0@1", "SYS"),

@@ -19,6 +19,7 @@ Registration = Literal["dma-buf", "nvidia-peermem", "none"]
 # How far apart two PCI functions are, nearest first; the names are those of `nvidia-smi topo -m`.
 DISTANCES: Final = {
     "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
     "PHB": "one root complex",
     "NODE": "one NUMA node",
     "SYS": "different NUMA nodes",
@@ -66,10 +67,12 @@ def peer_module(root: Path = Path("/")) -> str:
 
 
 def registration_of(gpu: Gpu, dma_buf_library: bool, module: str) -> Registration:
-    """How this GPU's memory would be registered: dma-buf needs no extra module, so it comes first."""
+    """How this GPU's memory would be registered: dma-buf needs no extra module, so it comes first. As client/movers/registering.py does."""
+    if not gpu.writes_ordered and not gpu.flushes:
+        return "none"
     if gpu.dma_buf and dma_buf_library:
         return "dma-buf"
-    return "nvidia-peermem" if module else "none"
+    return "nvidia-peermem" if module and gpu.rdma else "none"
 
 
 def gpu_direct(gpus: list[Gpu], devices: list[RdmaDevice], root: Path = Path("/")) -> list[Finding]:
@@ -86,13 +89,27 @@ def gpu_direct(gpus: list[Gpu], devices: list[RdmaDevice], root: Path = Path("/"
             "libibverbs registers it" if library else "libibverbs has no ibv_reg_dmabuf_mr",
             f"{module} is loaded" if module else "nvidia-peermem is not loaded",
         ]
+        if not gpu.rdma:
+            reasons.append("the GPU lets no device in by address")
         if not gpu.writes_ordered:
-            reasons.append("writes need a flush before kernels see them")
-        measured = {"gpu": gpu.ordinal, "dma_buf": gpu.dma_buf, "library": library, "module": module or None, "chosen": chosen}
+            has = "which the driver does" if gpu.flushes else "which the driver cannot"
+            reasons.append(f"writes need a flush before kernels see them, {has}")
+        measured = {
+            "gpu": gpu.ordinal, "dma_buf": gpu.dma_buf, "library": library, "module": module or None, "rdma": gpu.rdma,
+            "writes_ordered": gpu.writes_ordered, "flushes": gpu.flushes, "chosen": chosen,
+        }  # fmt: skip
         found = f"gpu {gpu.ordinal}: {chosen} would be chosen ({'; '.join(reasons)})"
-        fix = "" if chosen != "none" else "modprobe nvidia-peermem, or the open kernel modules of the driver and rdma-core 34 or later"
+        fix = "" if chosen != "none" else _way_in(gpu)
         findings.append(Finding("gpudirect", Word.OK if chosen != "none" else Word.WARN, found, fix, measured))
     return findings
+
+
+def _way_in(gpu: Gpu) -> str:
+    if not gpu.writes_ordered and not gpu.flushes:
+        return "update the driver; until then blocks go through host RAM"
+    if gpu.rdma:
+        return "modprobe nvidia-peermem, or the open kernel modules of the driver and rdma-core 34 or later"
+    return "the open kernel modules of the driver and rdma-core 34 or later; or go through host RAM: not every GPU lets a NIC in"
 
 
 def locality(gpus: list[Gpu], devices: list[RdmaDevice], root: Path = Path("/")) -> list[Finding]:
@@ -124,8 +141,8 @@ def distance(one: str, other: str, root: Path = Path("/")) -> str:
     shared = 0
     while shared < min(map(len, below)) and below[0][shared] == below[1][shared]:
         shared += 1
-    if shared > 1:  # the root complex, and at least one bridge
-        return "PIX"
+    if shared > 1:  # the root complex, and at least one bridge; below it each may have a port of that switch to itself, but no other switch
+        return "PIX" if max(map(len, below)) - shared <= 2 else "PXB"
     if shared == 1:
         return "PHB"
     nodes = [text_of(path / "numa_node") for path in paths]
