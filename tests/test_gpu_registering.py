@@ -155,10 +155,10 @@ def test_a_gpu_that_needs_a_flush_and_has_none_is_refused_at_the_start(library: 
 
 
 def test_the_address_is_tried_where_the_dma_buf_cannot_be_had(library: Path, driver: Driver) -> None:
-    def by_address(nic: Nic, **place: int) -> None:
+    def by_address(nic: Nic, address: int = BASE + 100, size_bytes: int = PAGE) -> None:
         open_before = descriptors()
-        assert register(nic, **place).way == "nvidia-peermem"  # type: ignore[arg-type]  # numbers
-        assert nic.asked[-1] == ("address", place.get("address", BASE + 100), place.get("size_bytes", PAGE))
+        assert register(nic, address=address, size_bytes=size_bytes).way == "nvidia-peermem"
+        assert nic.asked[-1] == ("address", address, size_bytes)
         assert descriptors() == open_before and driver.retained == 0 and driver.current == -1
 
     by_address(Nic("dma-buf"))
