@@ -80,7 +80,7 @@ class DirectExtent:
 class DirectMemory:
     """`zone`: uint8, flat and contiguous, in host RAM or on a GPU; the caller's, to be left alone until close(). `registration` says how.
 
-    For any number of reads, one at a time. ConfigError E145 to E147, E156, Unreachable E148, LayoutError E508; ConfigError E158 where
+    For any number of reads, one at a time. ConfigError E145 to E147, E156, Unreachable E148, E221, LayoutError E508; ConfigError E158 where
     `cipher` says that what is stored is encrypted.
     """
 
