@@ -91,27 +91,6 @@ def test_a_move_that_is_cut_off_has_ended_and_the_next_one_works() -> None:
         assert move.outcome is MoveOutcome.COMPLETE and np.array_equal(there, rows)
 
 
-def test_a_copy_that_ran_out_of_time_ends_without_cutting_off_others() -> None:
-    """What it had posted gets its mark late; it had none, so that only a reset could tell."""
-    there = pages(1500, PAGE)
-    with LoopbackMover(there) as mover:
-        rows, core = filled(mover, 1500, 6), mover._core
-        pieces = np.zeros((1500, 3), np.uint64)
-        pieces[:, 0] = rows.ctypes.data + np.arange(1500, dtype=np.uint64) * np.uint64(rows.strides[0])
-        pieces[:, 1] = there.ctypes.data + np.arange(1500, dtype=np.uint64) * np.uint64(there.strides[0])
-        pieces[:, 2] = PAGE
-        region = mover._regions[0], mover._pages_region
-        first = core.copy(*region, pieces[:10], 20.0)
-        assert first
-        whole = core.copy(*region, pieces, 0.0)  # more than the queue holds; a quick device takes it all the same
-        assert core.settle(60.0)
-        settled = there.copy()
-        assert core.wait(first, 0.0) and (not whole or core.wait(whole, 0.0))  # the same pair of queues
-        second = core.copy(*region, pieces[-10:], 20.0)
-        assert second and core.wait(second, 20.0) and np.array_equal(there[-10:], rows[-10:])
-        assert np.array_equal(there[:-10], settled[:-10]) and np.array_equal(there[:10], rows[:10])
-
-
 def test_a_piece_that_the_device_does_not_send_is_told_in_a_line() -> None:
     """A copy of its longest message and a byte: soft-RoCE's are of 8 MiB."""
     memory = np.zeros((8 << 20) + 1, np.uint8)
