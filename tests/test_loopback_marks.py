@@ -1,4 +1,4 @@
-"""When the mover `loopback` says that a layer is there: a device that moves nothing acknowledges, and tells its receiver, when it is told to.
+"""When the mover `loopback` says that a layer is there: a device that moves nothing acknowledges, and tells its receiver, when told to.
 
 In a process of its own, whose libibverbs is tests/native/libibverbs_stub.cpp. With bytes that move: tests/verbs/test_loopback.py.
 """
