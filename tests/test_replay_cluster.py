@@ -10,11 +10,25 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from kvstore.cli import replay
 from kvstore.cli.main import main
+from kvstore.cli.output import Output
 from kvstore.client import Client
+from kvstore.clustermap import ClusterMap, Node
+from kvstore.errors import Unreachable
 from kvstore.kernels import _native
 from kvstore.layout import Layout
-from kvstore.replay import ReplayOptions, Request, RequestOutcome, capacity_blocks, local_cluster, open_trace, run_replay, shape_of
+from kvstore.replay import (
+    ReplayOptions,
+    ReplayReport,
+    Request,
+    RequestOutcome,
+    capacity_blocks,
+    local_cluster,
+    open_trace,
+    run_replay,
+    shape_of,
+)
 from kvstore.replay.player import block_keys, wrong_bytes
 from kvstore.server.local import LocalCluster
 
@@ -124,6 +138,62 @@ def test_command_prints_one_envelope_and_its_exit_code_tells_wrong_bytes(
     assert data["lookup"]["count"] == 30 and data["capacity_blocks"] is None
     assert main([*arguments, "--namespace", "wrong"]) == 1
     assert "wrong bytes" in capsys.readouterr().out
+
+
+def test_a_cluster_that_is_away_is_exit_3_before_anything_is_played(
+    conversation: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To a client no node is no fault: all would be misses, and a hit rate of 0 % with exit code 0."""
+    away = ClusterMap.local([Node(f"node-{i:02}", "host", f"127.0.0.1:{i + 1}", f"127.0.0.1:{i + 20}") for i in range(12)])
+    away.save(tmp_path / "away.toml")
+    with pytest.raises(Unreachable, match="E202"):
+        run_replay(conversation[:3], away, ReplayOptions(layout=TINY))
+    arguments = ["replay", str(CONVERSATION), "--map", str(tmp_path / "away.toml"), "--requests", "3", "--block-bytes", "320"]
+    assert main(arguments) == 3
+    said = capsys.readouterr()
+    assert "hit  " not in said.out and said.err.startswith('error[E202] no node of cluster "dev" answers (12 asked)')
+
+
+def test_stores_that_fail_and_loads_that_come_short_are_told_and_exit_1(
+    conversation: list[Request], cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "replay",
+        str(CONVERSATION),
+        "--map",
+        str(cluster.map_path),
+        "--requests",
+        "3",
+        "--block-bytes",
+        "320",
+        "--namespace",
+        "three",
+    ]
+    for node in (0, 1, 2):
+        cluster.kill(node)
+    try:
+        assert main(arguments) == 1
+        assert "not sound 3 of 3 stores failed  ->  kvstore status --map " in capsys.readouterr().out
+        assert main([*arguments, "--json"]) == 1
+        envelope = json.loads(capsys.readouterr().out)
+        assert envelope["ok"] is False and envelope["data"]["failed_stores"] == 3
+    finally:
+        for node in (0, 1, 2):
+            cluster.restart(node)
+    one = RequestOutcome(number=0, trace_time_ms=0, input_tokens=256, blocks=2, ideal_hit_tokens=256, hit_blocks=2, loaded_blocks=1, load_seconds=0.1)
+    assert not replay._is_sound(ReplayReport.of([one], seconds=1.0, lru_capacity_blocks=None), cluster.map_path, Output())
+    assert "not sound 1 of 1 loads came back shorter than promised" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags", ["--capacity 25%", "--policy lru", "--admit all", "--write-budget 1GB", "--bucket-seconds 1", "--data here"]
+)
+def test_what_would_change_nothing_on_an_existing_cluster_is_refused(
+    flags: str, cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["replay", str(CONVERSATION), "--map", str(cluster.map_path), "--requests", "3", "--block-bytes", "320", *flags.split()]
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error[E140] {flags.split()[0]} with --map: an existing cluster has ")
 
 
 @pytest.mark.parametrize(

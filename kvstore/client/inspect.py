@@ -1,4 +1,4 @@
-"""What the nodes of a block key say about it, for people: who holds which shards of which writing, and what is remembered of others."""
+"""What nodes say to a question that no engine asks: whether one answers at all; who holds which shards of a block key, what went."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.errors import ProtocolError
-from kvstore.wire import Ghost, Verb, Writing, decode_discover_reply, decode_why_reply, encode_discover, encode_why
+from kvstore.errors import ProtocolError, Unreachable
+from kvstore.keys import KEY_BYTES
+from kvstore.wire import Ghost, Status, Verb, Writing, decode_discover_reply, decode_why_reply, encode_discover, encode_why
 
 if TYPE_CHECKING:
     from kvstore.client.client import Client
@@ -23,6 +24,16 @@ class KeyView:
     answered: bool
     writings: list[Writing] = field(default_factory=list)  # of extents that start with the key, held here
     ghosts: list[Ghost] = field(default_factory=list)  # of such that went, newest first
+
+
+def require_some(client: Client, timeout_seconds: float) -> None:
+    """Raises Unreachable E202 where not one node of the newest epoch answers: to a client that is no fault, all is a miss then."""
+    nodes = client.map.newest.nodes
+    question = encode_discover([bytes(KEY_BYTES)], owner=client.owner, epoch=client.map.epoch)
+    answers = client._core.call_many([(node.ordinal, int(Verb.DISCOVER), question) for node in nodes], timeout_seconds, 1)
+    if not any(status in (Status.OK, Status.BUSY) for status, _ in answers):
+        what = f'no node of cluster "{client.map.cluster_id}" answers ({len(nodes)} asked)'
+        raise Unreachable("E202", what, f"none by its data port in {timeout_seconds:g} s", "kvstore status, kvstore up, or correct --map")
 
 
 def group_of(client: Client, key: bytes) -> int:

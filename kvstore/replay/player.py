@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client import Client, ClientConfig
+from kvstore.client.inspect import require_some
 from kvstore.client.metrics import serve_metrics
 from kvstore.clustermap import ClusterMap
 from kvstore.kernels import _native
@@ -53,6 +54,7 @@ class ReplayOptions:
     retention_class: str = "chat"
     hedge: Literal["lazy", "eager"] = "lazy"
     deadline_seconds: float = 30.0  # of each verb
+    reach_seconds: float = 5.0  # for the first node to answer, before anything is played
     lru_capacity_blocks: int | None = None  # also run exact LRU of this size over the same requests
     log: Path | None = None  # what each request met, one Parquet file
     access_log: Path | None = None  # the client's own log, a folder (docs/ACCESS_LOG.md)
@@ -64,11 +66,13 @@ class ReplayOptions:
 
 
 def run_replay(trace: Iterable[Request], cluster: ClusterMap, options: ReplayOptions = ReplayOptions()) -> ReplayReport:
-    """Plays all requests and sums up. Raises what the client raises where no node can be reached; a wrong byte is counted, not raised."""
+    """Plays all requests and sums up. Raises Unreachable E202 where no node answers at the beginning. From then on what goes wrong is
+    counted, not raised: wrong bytes, short loads, stores that failed."""
     with ExitStack() as stack:
         log = stack.enter_context(AccessLog(options.log)) if options.log else None
         clock = TraceClock() if options.clock == "virtual" else None
         client = stack.enter_context(Client(cluster, layout=options.layout, config=options.client or _client_config(options), clock=clock))
+        require_some(client, options.reach_seconds)
         if options.metrics_port is not None:
             stack.enter_context(serve_metrics(client, options.metrics_port))
         pool = stack.enter_context(ThreadPoolExecutor(options.concurrency, "kvstore-replay"))

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.client import StoreOutcome
+
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
@@ -171,6 +173,11 @@ class ReplayReport:
         return 100 * (self.hit_ratio - self.lru_hit_ratio)
 
     @property
+    def failed_stores(self) -> int:
+        """Of which something is not there that was to be: too few nodes took it, or it was never sent."""
+        return sum(self.store_outcomes.get(outcome.value, 0) for outcome in (StoreOutcome.FAILED, StoreOutcome.DROPPED))
+
+    @property
     def load_bytes_per_second(self) -> float | None:
         return self.loaded_bytes / self.seconds if self.seconds and self.loaded_bytes else None
 
@@ -180,5 +187,6 @@ class ReplayReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For --json: fields and derived figures; units in the keys."""
-        derived = ("hit_ratio", "ideal_hit_ratio", "lru_hit_ratio", "points_from_lru", "load_bytes_per_second", "store_bytes_per_second")
+        ratios = ("hit_ratio", "ideal_hit_ratio", "lru_hit_ratio", "points_from_lru")
+        derived = (*ratios, "failed_stores", "load_bytes_per_second", "store_bytes_per_second")
         return asdict(self) | {name: getattr(self, name) for name in derived}
