@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from typing import Final
 from kvstore.errors import ConfigError
 from kvstore.tomlfile import Table, TomlFile
 from kvstore.units import parse_bytes, parse_seconds
+from kvstore.wholefile import write_whole
 
 K_MAX: Final = 32
 M_MAX: Final = 4
@@ -225,10 +225,7 @@ class ClusterMap:
 
     def save(self, path: str | Path) -> None:
         """Writes the map so that a reader sees the old one or the new one, never a part."""
-        path = Path(path)
-        scratch = path.with_name(f"{path.name}.{os.getpid()}")
-        scratch.write_text(self.to_toml())
-        scratch.replace(path)
+        write_whole(Path(path), self.to_toml())
 
 
 def pg_bits_for(nodes_count: int, shards_count: int) -> int:

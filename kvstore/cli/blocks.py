@@ -21,6 +21,7 @@ from kvstore.config import xdg
 from kvstore.errors import InputError
 from kvstore.keys import Namespace, external_keys
 from kvstore.layout import BLOCK_BYTES_MAX, PRESETS, Layout
+from kvstore.wholefile import write_whole
 
 SCHEMA: Final = "kvstore.file/1"
 HANDLE_BYTES_MAX: Final = 1 << 30
@@ -50,9 +51,7 @@ class Handle:
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fields = {**vars(self), "schema": SCHEMA, "hashes": [each.hex() for each in self.hashes]}
-        scratch = path.with_name(path.name + ".new")
-        scratch.write_text(json.dumps(fields))
-        scratch.replace(path)
+        write_whole(path, json.dumps(fields))
 
     @classmethod
     def load(cls, path: Path) -> Handle:

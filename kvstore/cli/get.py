@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -22,6 +20,7 @@ from kvstore.cli.signals import interrupted_by_signals
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import InputError, Refused, StorageError, UsageError
 from kvstore.units import format_bytes
+from kvstore.wholefile import whole_file
 
 TICKET_SECONDS: Final = 5.0  # a ticket is good for about ten
 
@@ -78,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         read = _load(sys.stdout.buffer, handle, cluster_map, args)
         sys.stdout.buffer.flush()
     else:
-        read = _load_to(Path(target).resolve(), handle, cluster_map, args)
+        with interrupted_by_signals(), whole_file(Path(target).resolve(), target) as file:
+            read = _load(file, handle, cluster_map, args)
     seconds = time.monotonic() - started
     rate = format_bytes(handle.file_bytes / max(seconds, 1e-9))
     size = format_bytes(handle.file_bytes)
@@ -98,18 +98,6 @@ def _handle(args: argparse.Namespace) -> Handle:
     if not path.exists():
         raise InputError("E144", f'nothing was put under the name "{args.name}" here', fix="kvstore get --list, or give its --handle")
     return Handle.load(path)
-
-
-def _load_to(path: Path, handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> _Read:
-    scratch = path.with_name(f"{path.name}.part-{os.getpid()}")
-    try:
-        with interrupted_by_signals(), scratch.open("wb") as file:
-            read = _load(file, handle, cluster_map, args)
-        scratch.replace(path)
-    finally:
-        with suppress(FileNotFoundError):
-            scratch.unlink()
-    return read
 
 
 def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argparse.Namespace) -> _Read:

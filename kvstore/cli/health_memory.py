@@ -24,6 +24,7 @@ from kvstore.cli.codes import HEALTH
 from kvstore.cli.output import Health
 from kvstore.config import xdg
 from kvstore.errors import UsageError
+from kvstore.wholefile import write_whole
 
 GAP_SECONDS: Final = 7 * 86400.0  # a fault last seen longer ago is taken as new
 MUTE_SECONDS_MAX: Final = 30 * 86400.0
@@ -127,9 +128,7 @@ class HealthMemory:
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            scratch.write_text(json.dumps(data))
-            scratch.replace(self.path)
+            write_whole(self.path, json.dumps(data))
         except OSError:
             if must:
                 raise

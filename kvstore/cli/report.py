@@ -30,6 +30,7 @@ from kvstore.report.show import FORMATS, as_html, as_markdown, as_text
 from kvstore.report.value import value_facts, value_of
 from kvstore.units import parse_bytes, parse_seconds
 from kvstore.version import version
+from kvstore.wholefile import write_whole
 
 SQL_ROWS_SHOWN: Final = 10_000
 MEMORY_BYTES_MIN: Final = 100_000_000
@@ -272,10 +273,7 @@ def _plots(directory: Path, figures: Mapping[str, Any], kind: str, out: Output) 
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    scratch = path.with_name(path.name + ".new")
     try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise UsageError("E100", f"-o {path}", (error.strerror or str(error)).lower(), "name a file that can be written") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvstore.clustermap import ClusterMap
 from kvstore.observe.grafana import dashboard
+from kvstore.wholefile import write_whole
 
 
 def rules_text() -> str:
@@ -30,9 +31,8 @@ def export(directory: Path, cluster_map: ClusterMap | None = None) -> list[Path]
         written["kvstore-nodes.json"] = json.dumps(targets(cluster_map), indent=1) + "\n"
     paths = []
     for name, text in written.items():
-        scratch = directory / f".{name}.new"
-        scratch.write_text(text, encoding="utf-8")
-        paths.append(scratch.replace(directory / name))
+        paths.append(directory / name)
+        write_whole(paths[-1], text)
     return paths
 
 
