@@ -80,8 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown id {unknown[0]!r}. Fix: one of {', '.join(REGISTRY)}")
     picked = chosen(options.only)
     if options.list:
-        for measure, ids in picked.items():
-            print(f"{', '.join(ids):<60} {measure.__module__}.{measure.__name__}")
+        listed = [{"ids": ids, "measured_by": f"{measure.__module__}.{measure.__name__}"} for measure, ids in picked.items()]
+        if options.json:
+            print(json.dumps(listed))
+        else:
+            print("\n".join(f"{', '.join(each['ids']):<60} {each['measured_by']}" for each in listed))
         return 0
 
     console = Console(stderr=options.json, width=None if sys.stdout.isatty() else 160)

@@ -45,7 +45,7 @@ def test_damage_is_found_repaired_only_when_told_and_then_gone(cli: Cli, filled:
     refused = cli.run("fsck", filled.node_directory(1), "--repair")
     assert refused.code == 4 and "error[E303]" in refused.stderr and "--yes" in refused.stderr
     repaired = cli.run("fsck", filled.node_directory(1), "--repair", "--yes")
-    assert repaired.code == 0 and "repaired" in repaired.stdout
+    assert repaired.code == 0 and "repaired" in repaired.stdout and "--repair" not in repaired.stderr
     assert cli.run("fsck", tmp_path / "dev").code == 0
 
 

@@ -49,6 +49,10 @@ def test_help_teaches_with_examples_and_lists_commands(cli: Cli, capsys: pytest.
 
 def test_version_names_the_version(cli: Cli) -> None:
     assert cli.run("--version").stdout.startswith("kvstore 0.")
+    for words in ("--version --json", "--json --version"):
+        envelope = cli.run(*words.split()).json
+        assert envelope["schema"] == "kvstore.version/1" and envelope["ok"] and envelope["data"]["version"] == envelope["version"]
+        assert envelope["data"]["revision"]
 
 
 def test_a_version_without_a_known_commit_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +65,7 @@ def test_a_wrong_command_or_flag_is_one_line_with_a_fix(cli: Cli) -> None:
     cli.run("plan", "x", "--foo").refused(2, "unrecognized arguments: --foo. Fix: kvstore plan --help")
     cli.run("stauts").refused(2, 'no command "stauts"', 'did you mean "status"?')
     cli.run("explain", "NODE_LOST").refused(2, 'no code "NODE_LOST"', "Fix: ")
+    cli.run("explain", "node_lost").refused(2, 'no code "node_lost"', "Fix: ")
     cli.run("explain", "--bogus", "E101").refused(2, "--bogus")
     cli.run("explain").refused(2, "required")
     cli.run("explain", "a", "b", "c").refused(2, "3 arguments")
@@ -205,6 +210,17 @@ def test_every_reason_of_misses_is_explained(cli: Cli) -> None:
     assert cli.run("explain", "evicted", "--json").json["data"]["kind"] == "miss"
 
 
+def test_bench_lists_its_figures_and_refuses_what_is_none(cli: Cli) -> None:
+    figures = cli.run("bench", "--list", "--json").json["data"]["figures"]
+    assert set(figures[0]) == {"id", "measured_by"} and len(figures) > 20
+    name = figures[3]["id"]
+    assert len(cli.run("bench", "--list").stdout.splitlines()) == len(figures) + 1
+    assert [each["id"] for each in cli.run("bench", "--list", "--only", f"{name}.part", "--json").json["data"]["figures"]] == [name]
+    cli.run("bench", "--only", "nope").refused(2, 'E140] --only "nope" is no figure', "known here: ")
+    cli.run("bench", "--only", name[:-1], "--smoke").refused(2, f'did you mean "{name}"?')
+    assert cli.run("bench", "--only", "nope", "--json").json["error"]["code"] == "E140"
+
+
 def test_explain_finds_the_first_differing_token(cli: Cli, tmp_path: Path) -> None:
     a = list(range(1000, 1700))
     b = [*a[:517], 9, *a[518:]]
@@ -216,6 +232,12 @@ def test_explain_finds_the_first_differing_token(cli: Cli, tmp_path: Path) -> No
     assert (data["first_differing_token"], data["first_differing_block"], data["shared_blocks"]) == (517, 4, 4)
     same = cli.run("explain", "a.json", "a.json", "--json").json["data"]
     assert same["first_differing_token"] is None and same["shared_blocks"] == 5
+
+
+def test_explain_of_one_file_says_that_it_takes_two(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("[1]")
+    for name in ("prompt", "c.json", "no/such/C.txt"):
+        cli.run("explain", name).refused(2, f"E140] {name} alone: files are compared, two of them", "kvstore explain A.json B.json")
 
 
 def test_explain_finds_the_differing_field_of_a_namespace(cli: Cli, tmp_path: Path) -> None:

@@ -137,6 +137,16 @@ def test_cut_archive_is_an_error_with_its_place_never_a_shorter_trace(codec: str
         list(open_trace(path, skip_bad=True))
 
 
+def test_a_file_without_one_good_line_names_the_first_bad_one(tmp_path: Path) -> None:
+    for content, cause in (("\n\ngarbage\n[]\n", "line 3 is not JSON"), ("", "it is empty"), ("\n[]\n", "line 2 is not a JSON object")):
+        path = write(tmp_path / "trace.jsonl", content)
+        for skip_bad in (False, True):
+            with pytest.raises(InputError, match=rf"error\[E111\] .*trace.jsonl has no request: {cause}\. Fix: "):
+                open_trace(path, skip_bad=skip_bad)
+    with pytest.raises(InputError, match=r'trace.jsonl:2 has no "hash_ids" or "runs" field'):
+        open_trace(write(tmp_path / "trace.jsonl", '\n{"messages": []}\n'))
+
+
 def test_files_that_are_no_trace_are_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         open_trace(tmp_path / "none.jsonl")

@@ -6,10 +6,13 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.errors import ConfigError
+from kvstore.cli.output import Output
+from kvstore.errors import ConfigError, UsageError
+from kvstore.tomlfile import suggestion
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 EXAMPLES: Final = """\
@@ -36,12 +39,29 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "E151", "bench", "an installed package has no measurements in it", "run it in a checkout of the sources: make bench"
         )
+    if args.list or args.only:  # what there is, is known to the checkout alone
+        listed = json.loads(_benchmarks("--list", "--json", stdout=subprocess.PIPE).stdout)
+        known = [name for each in listed for name in each["ids"]]
+        if unknown := next((name for name in args.only if name.split(".")[0] not in known), None):
+            raise UsageError("E140", f'--only "{unknown}" is no figure', fix=suggestion(unknown, known))
+    if args.list:
+        return _list(args.out, listed, {name.split(".")[0] for name in args.only} or set(known))
     words = [word for name in args.only for word in ("--only", name)]
-    words += [f"--{flag}" for flag in ("smoke", "full", "list") if getattr(args, flag)]
+    words += [f"--{flag}" for flag in ("smoke", "full") if getattr(args, flag)]
     words += ["--out", str(Path(args.results).absolute())] if args.results else []
-    command = [sys.executable, "-m", "benchmarks", *words]
     if not args.json:
-        return subprocess.run(command, cwd=CHECKOUT, check=False).returncode
-    done = subprocess.run([*command, "--json"], cwd=CHECKOUT, check=False, stdout=subprocess.PIPE, text=True)
+        return _benchmarks(*words).returncode
+    done = _benchmarks(*words, "--json", stdout=subprocess.PIPE)
     args.out.result({"figures": json.loads(done.stdout) if done.stdout.strip() else []})
     return done.returncode
+
+
+def _benchmarks(*words: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "benchmarks", *words], cwd=CHECKOUT, check=False, stdout=stdout, text=True)
+
+
+def _list(out: Output, listed: Sequence[dict[str, Any]], wanted: set[str]) -> int:
+    rows = [(name, each["measured_by"]) for each in listed for name in each["ids"] if name in wanted]
+    out.table(("figure", "measured by"), rows)
+    out.result({"figures": [{"id": name, "measured_by": measured_by} for name, measured_by in rows]})
+    return 0

@@ -49,14 +49,21 @@ def run(args: argparse.Namespace) -> int:
         return explain_key(args.what[0], args)
     if len(args.what) == 1:
         check_not_almost_a_key(args.what[0])
+        if _is_file(args.what[0]):
+            raise UsageError("E140", f"{args.what[0]} alone", "files are compared, two of them", "kvstore explain A.json B.json")
         return _explain_code(args.what[0], args)
     if len(args.what) == 2:
         return _compare(_read(Path(args.what[0])), _read(Path(args.what[1])), args.out)
     raise UsageError("E140", f"{len(args.what)} arguments", fix="give one code or two files")
 
 
-def _explain_code(code: str, args: argparse.Namespace) -> int:
-    code, out = code.upper(), args.out
+def _is_file(word: str) -> bool:
+    """By its looks, or because it is one: no code and no reason of misses has a dot or a slash."""
+    return "/" in word or word.lower().endswith(".json") or Path(word).is_file()
+
+
+def _explain_code(word: str, args: argparse.Namespace) -> int:
+    code, out = word.upper(), args.out
     if health := HEALTH.get(code):
         out.line(f"{code}  {health.severity}", style="bold")
         out.line(f"  meaning   {health.meaning}")
@@ -91,7 +98,7 @@ def _explain_code(code: str, args: argparse.Namespace) -> int:
         out.line(f"  meaning   {about}")
         out.result({"code": code, "kind": "error", "meaning": about})
         return 0
-    raise UsageError("E140", f'no code "{code}"', fix=suggestion(code, [*HEALTH, "E100 to E999", *MISSES]))
+    raise UsageError("E140", f'no code "{word}"', fix=suggestion(code, [*HEALTH, "E100 to E999", *MISSES]))
 
 
 def _value_now(code: str, args: argparse.Namespace) -> list[str] | None:

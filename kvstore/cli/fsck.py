@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
             bar.advance()
     damaged = [report for report in reports if not report.ok]
     _show(out, reports)
+    if damaged and not args.repair:
+        out.note("repair: kvstore fsck DIR --repair (drops what is damaged)")
     if damaged and args.repair:
         _ask(args, damaged)
         for at, report in enumerate(reports):
@@ -93,8 +95,6 @@ def _show(out: Output, reports: Sequence[FsckReport]) -> None:
             out.line(f"  {finding.kind:<8} {report.data_dir}: {finding.text}")
         if report.findings_count > FINDINGS_SHOWN:
             out.line(f"           and {report.findings_count - FINDINGS_SHOWN} more findings (--json lists 1,000)")
-    if any(not report.ok for report in reports):
-        out.note("repair: kvstore fsck DIR --repair (drops what is damaged)")
 
 
 def _ask(args: argparse.Namespace, damaged: Sequence[FsckReport]) -> None:

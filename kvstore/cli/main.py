@@ -27,7 +27,7 @@ from kvstore.config import load_settings, xdg
 from kvstore.errors import KvstoreError, UsageError
 from kvstore.streams import open_standard_streams
 from kvstore.tomlfile import suggestion
-from kvstore.version import described
+from kvstore.version import described, revision, version
 
 COMMANDS: Final = (
     "up",
@@ -111,7 +111,7 @@ def entry() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command and returns its exit code. Never raises but for SystemExit of --help and --version."""
+    """Runs one command and returns its exit code. Never raises but for SystemExit of --help."""
     out = Output(json="--json" in argv)  # until the arguments are understood
     debug = "--debug" in argv
     try:
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
             out.finish(code)
             sys.stdout.flush()
             return code
-        except SystemExit:  # --help and --version: written here, or the interpreter complains of a reader that went away
+        except SystemExit:  # --help: written here, or the interpreter complains of a reader that went away
             sys.stdout.flush()
             raise
         except KvstoreError as error:
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(prog="kvstore", description=_DESCRIPTION, epilog=_EXAMPLES)
-    parser.add_argument("--version", action="version", version=described())
+    parser.add_argument("--version", action="store_true", help="the version and its commit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=CommandParser)
     for name, module in _modules(argv):
         module.add_parser(subparsers)
@@ -176,14 +176,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     for flag in ("json", "quiet", "verbose", "debug"):
         setattr(args, flag, getattr(args, flag, False))
-    if args.command is None:
+    if args.command is None and not args.version:
         parser.print_help()
         raise SystemExit(0)
     # A command names the settings that are flags of its own; another's `--capacity 25%` is none of our business.
     own = ("map", "timeout", "color", "config", *getattr(args, "settings_flags", ()))
     args.settings = load_settings({name: getattr(args, name, None) for name in own})
-    args.out = Output(args.command, args.json, args.quiet, args.verbose, args.settings["color"])
+    args.out = Output("version" if args.version else args.command, args.json, args.quiet, args.verbose, args.settings["color"])
+    if args.version:
+        args.run = _tell_version
     return args
+
+
+def _tell_version(args: argparse.Namespace) -> int:
+    args.out.line(described())
+    args.out.result({"version": version(), "revision": revision()})
+    return 0
 
 
 def _modules(argv: Sequence[str]) -> list[tuple[str, ModuleType]]:
@@ -209,6 +217,7 @@ _SURROUNDINGS: Final = {
     errno.ENOENT: ("E100", "check the path"),
     errno.ENOTDIR: ("E100", "check the path"),
     errno.EISDIR: ("E100", "name a file"),
+    errno.ENAMETOOLONG: ("E100", "give a shorter name"),
     errno.EIO: ("E100", "look at the disk: dmesg"),
 }
 

@@ -107,19 +107,21 @@ class _BadLine(Exception):
 
 
 def _format_of(path: Path) -> Format:
-    for _, line in _lines(path):
+    wrong = None
+    for number, line in _lines(path):
         try:
             fields = _object(line)
-        except _BadLine:
+        except _BadLine as bad:
+            wrong = wrong or f"line {number} is {bad}"
             continue  # the reading itself names the line
         if "hash_ids" in fields:
             return "mooncake"
         if "runs" in fields:
             return "weka"
         raise InputError(
-            "E111", f'{path} has no "hash_ids" or "runs" field', "", "convert it to the Mooncake or weka format (docs/REPLAY.md)"
+            "E111", f'{path}:{number} has no "hash_ids" or "runs" field', "", "convert it to the Mooncake or weka format (docs/REPLAY.md)"
         )
-    raise InputError("E111", f"{path} has no request", "", "name a trace with one JSON object a line")
+    raise InputError("E111", f"{path} has no request", wrong or "it is empty", "name a trace with one JSON object a line")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
