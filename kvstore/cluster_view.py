@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 from kvstore.clustermap import EARLY_REASONS, ClusterMap, Node
 from kvstore.placement import Placement
 
+PACE_SECONDS: Final = 3600.0  # of looking on, after which any growth is a pace
+PACE_SECONDS_MIN: Final = 60.0  # less says nothing
+PACE_SHARE_MIN: Final = 0.01  # of the capacity, that has to come in between: a self-test alone is no pace
 GROUPS_MAX: Final = 1 << 14  # looked at; of larger maps an even sample: the minimum is then of the sample
 _LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
 
@@ -277,7 +280,7 @@ class Space:
     growth_bytes_per_second: float | None  # None: nobody says yet
     written_bytes_per_second: float | None
     evicting: bool  # some node has begun to drop for room
-    seconds_until_full: float | None  # of the nodes together, as they grow now; None: full and evicting, not growing, or not known
+    seconds_until_full: float | None  # of the nodes together, as they grow now; None: full and evicting, not growing, or too early to tell
 
     def data(self) -> dict[str, Any]:
         """For --json."""
@@ -295,9 +298,16 @@ def space(reports: Sequence[Report]) -> Space:
     growth = sum(each.used_bytes / each.seconds for each in grown) if grown else None
     written = sum(each.written_bytes / each.seconds for each in grown) if grown else None
     evicting = any(total(summed, "kvstore_evicted_bytes_total", reason=reason) for reason in EARLY_REASONS)
-    until = (capacity - used) / growth if growth and growth > 0 and not evicting and capacity > used else None
+    until = (capacity - used) / growth if growth and growth > 0 and not evicting and capacity > used and _is_pace(grown, capacity) else None
     kinds = by_label(summed, "kvstore_disk_used_bytes", "kind")
     by_class = {name: int(size) for name, size in by_label(summed, "kvstore_class_used_bytes", "retention_class").items() if size}
     by_owner = {name: int(size) for name, size in by_label(summed, "kvstore_owner_used_bytes", "owner").items() if size}
     freeing, zombie, index = (int(kinds.get(kind, 0)) for kind in ("freeing", "zombie", "index"))
     return Space(used, capacity, freeing, zombie, index, by_class, by_owner, growth, written, evicting, until)
+
+
+def _is_pace(grown: Sequence[Growth], capacity_bytes: int) -> bool:
+    """Whether what came lets one tell what will."""
+    seconds = min(each.seconds for each in grown)
+    much = sum(each.used_bytes for each in grown) >= PACE_SHARE_MIN * capacity_bytes
+    return seconds >= PACE_SECONDS or (seconds >= PACE_SECONDS_MIN and much)

@@ -98,7 +98,9 @@ def test_a_second_up_names_the_first(tmp_path: Path) -> None:
     with up(cli, "--nodes", "1", "--no-self-test") as (ready, _):
         assert [Path(f"/proc/{each['pid']}").exists() for each in ready["data"]["directories"]] == [True]
         assert "windows  1 of 1 directory up" in cli.run("status").stdout
-        cli.run("up", *SMALL, "--nodes", "1").refused(2, "E120", f"in use by pid {ready['data']['pid']}")
+        second = cli.run("up", *SMALL, "--nodes", "1")
+        second.refused(2, "E120", f"in use by pid {ready['data']['pid']}")
+        assert " ok " not in second.stdout
         cli.run("up", *SMALL, "--nodes", "1", "--fresh").refused(2, "E120", f"in use by pid {ready['data']['pid']}")
         assert cli.run("status").code == 0, "and does it no harm"
     cli.run("up", *SMALL, "--nodes", "2").refused(2, "E136", "of 1 nodes", "--fresh")
@@ -109,9 +111,9 @@ def test_a_port_in_use_names_its_owner(tmp_path: Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        Cli(tmp_path).run("up", "--nodes", "1", "--port", str(port)).refused(
-            2, "E107", f"port {port} is taken by pid {os.getpid()}", "--port"
-        )
+        ran = Cli(tmp_path).run("up", "--nodes", "1", "--port", str(port))
+        ran.refused(2, "E107", f"port {port} is taken by pid {os.getpid()}", "--port")
+        assert " ok " not in ran.stdout, "what was not tried is not said to be well"
 
 
 def test_up_refuses_places_it_cannot_use(tmp_path: Path) -> None:

@@ -154,6 +154,14 @@ def test_space_is_summed_and_the_time_until_it_is_full_follows_from_what_stays()
     assert cluster_view.space(full).evicting and cluster_view.space(full).seconds_until_full is None
     shrinking = [replace(report, growth=Grown(100.0, -50, 80)) for report in reports]
     assert cluster_view.space(shrinking).seconds_until_full is None
+    little = Grown(3599.0, 9, 9)  # of 1,000
+    for growth, known in (
+        (Grown(59.0, 500, 500), False),
+        (little, False),
+        (Grown(60.0, 10, 10), True),
+        (replace(little, seconds=3600.0), True),
+    ):
+        assert (cluster_view.space([replace(report, growth=growth) for report in reports]).seconds_until_full is not None) == known, growth
     unknown = cluster_view.space([replace(report, growth=None) for report in reports])
     assert unknown.growth_bytes_per_second is None and unknown.seconds_until_full is None
 

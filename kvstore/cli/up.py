@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     out.line(f"kvstore {version()}   local cluster in {short_path(directory)}")
     cluster = _cluster(args, directory)
     try:
-        out.step("ok", "checks", check_room(cluster, args.settings["port"]))
+        room = check_room(cluster)
+        cluster.claim()
+        out.step("ok", "checks", room + _ports_text(cluster, args.settings["port"]))
         cluster.start()
         out.step("ok", "nodes", _nodes(cluster))
         if addresses := cluster.map.directories:
@@ -132,7 +134,7 @@ def check_erasable(directory: Path) -> None:
         raise UsageError("E136", f"{directory} is not a directory of a local cluster", "it holds other files", "name another one")
 
 
-def check_room(cluster: LocalCluster, port: int = 0) -> str:
+def check_room(cluster: LocalCluster) -> str:
     """What to tell of the disk. Raises UsageError E143 where it has no room for even a little data."""
     place = next(path for path in (cluster.directory, *cluster.directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
@@ -147,9 +149,11 @@ def check_room(cluster: LocalCluster, port: int = 0) -> str:
     wanted = cluster.capacity_bytes * cluster.nodes_count
     if wanted > free:
         text += f" (less than {cluster.nodes_count} x {format_bytes(cluster.capacity_bytes)}: nodes will fill the disk and then evict)"
-    if port:
-        text += f", ports {port}-{port + PORTS_PER_NODE * cluster.nodes_count + cluster.directories_count - 1}"
     return text
+
+
+def _ports_text(cluster: LocalCluster, port: int) -> str:
+    return f", ports {port}-{port + PORTS_PER_NODE * cluster.nodes_count + cluster.directories_count - 1} free" if port else ""
 
 
 def _nodes(cluster: LocalCluster) -> str:

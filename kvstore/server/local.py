@@ -91,9 +91,21 @@ class LocalCluster:
 
     # --- life ---
 
+    def claim(self) -> None:
+        """Takes the directory, and looks whether the ports that were asked for are free: what start() needs, before anything is said of it.
+        Raises DirectoryInUse or ConfigError; else stop() gives the directory back."""
+        self._acquire()
+        try:
+            for port in range(self.base_port, self.base_port + self._ports_count()) if self.base_port else ():
+                if not port_is_free(port):
+                    raise ConfigError("E107", f"port {port} is taken{port_owner(port)}", fix="stop it, or choose another with --port")
+        except BaseException:
+            self.stop()
+            raise
+
     def start(self) -> Self:
         """Starts every daemon and waits until all serve. On DirectoryInUse, ConfigError or Unreachable nothing is left running."""
-        self._acquire()
+        self.claim()
         try:
             if self._fresh:
                 self._remove_data()
@@ -230,9 +242,6 @@ class LocalCluster:
         """Keeps the map's ports where they are free; else the ones from base_port on, or any free ones."""
         if self.base_port:
             ports = list(range(self.base_port, self.base_port + self._ports_count()))
-            for port in ports:
-                if not port_is_free(port):
-                    raise ConfigError("E107", f"port {port} is taken{port_owner(port)}", fix="stop it, or choose another with --port")
         else:
             kinds = zip(*((n.address, n.admin_address, n.metrics_address) for n in self.map.nodes), strict=True)
             kept = [int(address.rpartition(":")[2] or 0) for kind in (*kinds, self.map.directories) for address in kind]
