@@ -6,6 +6,7 @@ Unknown keys and bad values are errors, never silently a default. Data, state an
     key         environment         flag         form            default
     map         KVSTORE_MAP         --map        path            the map of the `kvstore up` of this user
     timeout     KVSTORE_TIMEOUT     --timeout    time            5s
+    log_level   KVSTORE_LOG_LEVEL   --log-level  info/warn/error  info    (node, directory, agent, lookup-service: read again on SIGHUP)
     color       KVSTORE_COLOR       --color      auto/always/never  auto
     nodes       KVSTORE_NODES       --nodes      1 to 128        12       (up, demo)
     capacity    KVSTORE_CAPACITY    --capacity   size            4GB      (up: of each node)
@@ -37,6 +38,7 @@ from kvstore.tomlfile import TomlFile
 from kvstore.units import parse_bytes, parse_seconds
 
 ENVIRONMENT_PREFIX: Final = "KVSTORE_"
+LOG_LEVELS: Final = ("info", "warn", "error")
 
 
 def xdg(kind: str, environ: Mapping[str, str] | None = None) -> Path:
@@ -88,6 +90,7 @@ def _name(value: Any) -> str:
 _SETTINGS: Final[dict[str, tuple[Callable[[Any], Any], Any]]] = {
     "map": (_path, None),
     "timeout": (parse_seconds, 5.0),
+    "log_level": (_one_of(*LOG_LEVELS), LOG_LEVELS[0]),
     "color": (_one_of("auto", "always", "never"), "auto"),
     "nodes": (_integer(1, 128), 12),
     "capacity": (parse_bytes, 4_000_000_000),
@@ -147,7 +150,8 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] | None = 
         if text := environ.get(variable):
             values[name] = Value(_parsed(parse, text, f'{variable} is "{text}"'), variable)
         if (flag := flags.get(name)) is not None:
-            values[name] = Value(_parsed(parse, flag, f'--{name} "{flag}" not understood'), f"--{name}")
+            typed = f"--{name.replace('_', '-')}"
+            values[name] = Value(_parsed(parse, flag, f'{typed} "{flag}" not understood'), typed)
     return Settings(values, path, tuple(_strangers(environ)), tuple(owners))
 
 

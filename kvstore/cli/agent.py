@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.cluster import map_path
-from kvstore.cli.flags import add_transport
+from kvstore.cli.flags import add_log_level, add_transport, follow_log_level
 from kvstore.cli.output import Output
 from kvstore.config import xdg
 from kvstore.errors import ConfigError, KvstoreError, UsageError
@@ -61,7 +61,8 @@ A worker attaches with kvstore.client.agent.worker.WorkerAgent(SOCKET, layout=..
         "directory names)",
     )
     add("--within", metavar="TIME", help="how long a drain, or a SIGTERM, may take (default 60s)")
-    parser.set_defaults(settings_flags=("transport",))
+    add_log_level(parser)
+    parser.set_defaults(settings_flags=("transport", "log_level"))
 
 
 _FLAGS: Final[dict[str, tuple[str, Callable[[Any], Any]]]] = {
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from kvstore.client.agent.process import run_agent
     from kvstore.client.agent.process_config import ProcessConfig
 
+    follow_log_level(args)
     given: dict[str, Any] = {"map_path": map_path(args), "socket_path": path, "directories": tuple(args.directory)}
     given["transport"] = args.settings["transport"]
     for flag, (field, convert) in _FLAGS.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvstore.cli.flags import add_log_level, follow_log_level
 from kvstore.server.directory_config import add_directory_arguments, directory_config
 
 
@@ -24,6 +25,8 @@ examples:
 """,
     )
     add_directory_arguments(parser, map_argument=False)
+    add_log_level(parser)
+    parser.set_defaults(settings_flags=("log_level",))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,4 +34,5 @@ def run(args: argparse.Namespace) -> int:
 
     path = args.settings["map"]
     args.map = None if path is None else str(path)
+    follow_log_level(args)
     return run_directory(directory_config(args))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.cluster import map_path
+from kvstore.cli.flags import add_log_level, follow_log_level
 from kvstore.errors import ConfigError, KvstoreError
 from kvstore.units import parse_seconds
 
@@ -43,11 +44,14 @@ examples:
     add("--directory-deadline", metavar="TIME", default="20ms", help="what an answer waits for the directories (default 20ms)")
     add("--max-tokens", metavar="N", type=int, help="of one prompt (default, and at most: 1000000)")
     add("--max-running", metavar="N", type=int, help="questions at once; one more is told so (default 32)")
+    add_log_level(parser)
+    parser.set_defaults(settings_flags=("log_level",))
 
 
 def run(args: argparse.Namespace) -> int:
     from kvstore.server.lookup_service import LookupServiceConfig, run_lookup_service
 
+    follow_log_level(args)
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or len(port) > 5:
         raise ConfigError("E198", f'--listen "{args.listen}"', fix="write an IP address and a port, as in 10.0.0.1:7398")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvstore.cli.flags import add_log_level, follow_log_level
 from kvstore.server.config import add_node_arguments, config_from_args
 
 
@@ -21,6 +22,8 @@ examples:
 """,
     )
     add_node_arguments(parser, map_argument=False)
+    add_log_level(parser)
+    parser.set_defaults(settings_flags=("log_level",))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,4 +31,5 @@ def run(args: argparse.Namespace) -> int:
 
     path = args.settings["map"]
     args.map = None if path is None else str(path)
+    follow_log_level(args)
     return run_node(config_from_args(args, args.settings.owners))

@@ -6,8 +6,12 @@ import json
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TextIO
+
+from kvstore.config import LOG_LEVELS
+from kvstore.errors import KvstoreError
 
 
 class LogHandler(logging.Handler):
@@ -23,6 +27,16 @@ class LogHandler(logging.Handler):
         write(f"{record.getMessage()}{cause}", logger=record.name)
 
 
+def follow_level(level: Callable[[], str]) -> None:
+    """Takes the level of all logs of this process from `level` (one of LOG_LEVELS), now and at each `reread_level`. Raises ConfigError."""
+    _Level.source, _Level.number = level, LOG_LEVELS.index(level())
+
+
+class _Level:
+    number = 0  # in LOG_LEVELS; what is below is not written
+    source: Callable[[], str] = staticmethod(lambda: LOG_LEVELS[0])
+
+
 class Log:
     """Safe for all threads. A message repeated within `repeat_seconds` is dropped and counted in the next one."""
 
@@ -34,6 +48,17 @@ class Log:
         self._lock = threading.Lock()
         self._last: dict[str, tuple[datetime, int]] = {}  # message -> when it was written, how often dropped since
 
+    def reread_level(self) -> None:
+        """On SIGHUP. Where the configuration is bad, the level stays."""
+        before = LOG_LEVELS[_Level.number]
+        try:
+            _Level.number = LOG_LEVELS.index(now := _Level.source())
+        except KvstoreError as error:
+            self.error(f"log level {before} stays: {error}")
+            return
+        if now != before:
+            self._write("warn", f"log level {now}, was {before}", {}, always=True)
+
     def info(self, message: str, **fields: object) -> None:
         self._write("info", message, fields)
 
@@ -43,7 +68,9 @@ class Log:
     def error(self, message: str, **fields: object) -> None:
         self._write("error", message, fields)
 
-    def _write(self, level: str, message: str, fields: dict[str, object]) -> None:
+    def _write(self, level: str, message: str, fields: dict[str, object], *, always: bool = False) -> None:
+        if LOG_LEVELS.index(level) < _Level.number and not always:
+            return
         now = datetime.now(UTC)
         with self._lock:
             when, dropped = self._last.get(message, (None, 0))

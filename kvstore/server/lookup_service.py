@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -131,7 +130,7 @@ class LookupService:
         return self._stop.is_set()
 
     def request_reload(self) -> None:
-        """Reads the map again. Safe in a signal handler."""
+        """Reads the map again, soon."""
         if self._map_file is not None:
             self._map_file.request()
 
@@ -181,5 +180,4 @@ def run_lookup_service(config: LookupServiceConfig) -> int:
 
     Raises KvstoreError at the start."""
     service = LookupService(config)
-    signal.signal(signal.SIGHUP, lambda *_: service.request_reload())
-    return run_daemon(service)
+    return run_daemon(service, service.request_reload)

@@ -13,7 +13,6 @@ import fcntl
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -302,7 +301,7 @@ class AgentProcess:
         return agent
 
     def request_reload(self) -> None:
-        """Reads the map again. Safe in a signal handler."""
+        """Reads the map again, soon."""
         self.map_file.request()
 
     def look_at_map(self) -> None:
@@ -510,5 +509,4 @@ def run_agent(config: ProcessConfig) -> int:
     SIGHUP has it read the map again. Raises KvstoreError, with its one line, when it cannot start.
     """
     process = AgentProcess(config)
-    signal.signal(signal.SIGHUP, lambda *_: process.request_reload())
-    return run_daemon(process)
+    return run_daemon(process, process.request_reload)
