@@ -271,6 +271,11 @@ nb::dict stats(ClientCore& core) {
   set("bytes_failed", s.bytes_failed.load());
   set("shards_acknowledged", s.shards_acknowledged.load());
   set("shards_refused", s.shards_failed.load());
+  set("shards_no_space", s.shards_no_space.load());
+  set("shards_busy", s.shards_busy.load());
+  set("shards_stale_map", s.shards_stale_map.load());
+  set("shards_draining", s.shards_draining.load());
+  set("shards_unreachable", s.shards_unreachable.load());
   set("shards_aside", s.shards_aside.load());
   set("shards_given_up", s.shards_given_up.load());
   set("withdrawals", s.withdrawals.load());

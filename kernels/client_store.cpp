@@ -163,6 +163,20 @@ uint32_t StoreExtent::parts(const WriteTask& task, uint64_t bytes_max, iovec* ou
 
 // --- StoreExtent: life ---
 
+void count_failed(StoreStats& stats, Outcome why) {
+  stats.shards_failed++;
+  switch (why) {
+    case outcome(Status::NO_SPACE): stats.shards_no_space++; break;
+    case outcome(Status::BUSY): stats.shards_busy++; break;
+    case outcome(Status::STALE_MAP): stats.shards_stale_map++; break;
+    case outcome(Status::DRAINING): stats.shards_draining++; break;
+    case outcome(Fault::UNREACHABLE):
+    case outcome(Fault::BROKEN):
+    case outcome(Fault::STALLED): stats.shards_unreachable++; break;
+    default: break;
+  }
+}
+
 void StoreExtent::send() {
   Net& net = *writer_.shared->net;
   const StoreExtentPlan& x = plan();
@@ -174,7 +188,7 @@ void StoreExtent::send() {
     task->bytes = shard_frame_bytes();
     auto conn = x.nodes[s] >= 0 && size_t(x.nodes[s]) < net.nodes.size() ? WriteConn::of(net, *net.nodes[size_t(x.nodes[s])], writer_) : nullptr;
     if (!conn) {
-      writer_.stats.shards_failed++;
+      count_failed(writer_.stats, outcome(Fault::UNREACHABLE));
       continue;
     }
     task->node = uint32_t(x.nodes[s]);
@@ -200,7 +214,7 @@ void StoreExtent::on_result(WriteTask& task, Outcome result) {
     writer_.stats.shards_acknowledged++;
     writer_.ack_delay.add(now_ns() - started_ns_);
   } else {
-    writer_.stats.shards_failed++;
+    count_failed(writer_.stats, result);
   }
   if (acks_ == k_ && enough_ns_ == 0) enough_ns_ = now_ns();
   if (outcome_ != Stored::PENDING) return;

@@ -66,12 +66,15 @@ class ByteBudget:
             self.left_bytes += count
 
 
-def daemon_pages(ready: Callable[[], Mapping[str, str]], metrics: Callable[[], bytes]) -> Pages:
-    """`ready` gives check -> reason it is not passed ("" where it is)."""
+def daemon_pages(ready: Callable[[], Mapping[str, str]], metrics: Callable[[], bytes | None]) -> Pages:
+    """`ready` gives check -> reason it is not passed ("" where it is). `metrics` gives None while there are none to tell."""
 
     def answer(request: Request) -> Page:
         if request.path == "/metrics":
-            return Page(metrics(), METRICS_TYPE)
+            text = metrics()
+            if text is None:  # an empty page would be a scrape that went well, of a process without a single series
+                return Page(b"no metrics: starting, or ending\n", status=HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "1"})
+            return Page(text, METRICS_TYPE)
         if request.path == "/livez":
             return Page(b"ok\n")
         if request.path in ("/readyz", "/healthz"):

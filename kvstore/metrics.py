@@ -43,6 +43,7 @@ MODELS: Final = ("default",)  # a client has one, which its configuration names
 # What a daemon finds out about itself (kvstore/server/selfcheck.py); kvstore/cli/codes.py explains them.
 SELF_CHECKS: Final = (
     "CHECKSUM_ERRORS",
+    "DISK_FULL",
     "DISK_WEAR",
     "EVICTION_STALLED",
     "INDEX_REBUILT",
@@ -115,6 +116,7 @@ NODE: Final = (
         "kvstore_node_discover_keys_total", "counter", "Block keys asked about, by how the answer was found.", {"by": ("filter", "index")}
     ),
     Metric("kvstore_disk_capacity_bytes", "gauge", "Bytes this node may fill."),
+    Metric("kvstore_disk_free_bytes", "gauge", "Bytes free on the file system of the data directory, whoever fills it."),
     Metric(
         "kvstore_disk_used_bytes",
         "gauge",
@@ -657,6 +659,7 @@ def read_store(stats: Mapping[str, Any], values: Values) -> None:
     values.set("kvstore_node_pinned_extents", stats["pins"])
     values.set("kvstore_node_discover_keys_total", stats["discover_filtered_total"], "filter")
     values.set("kvstore_node_discover_keys_total", stats["discover_keys_total"] - stats["discover_filtered_total"], "index")
+    values.set("kvstore_disk_free_bytes", stats["disk_free_bytes"])
     values.set("kvstore_disk_used_bytes", stats["used_bytes"], "shards")
     values.set("kvstore_disk_used_bytes", stats["freeing_bytes"], "freeing")
     values.set("kvstore_disk_used_bytes", stats["zombie_bytes"], "zombie")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from cli_tool import Cli
 from server_tools import until
 
 from kvstore.cli.blocks import scan, windows
+from kvstore.cli.put import _why_failed
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.errors import InputError
 from kvstore.server.local import LocalCluster
@@ -191,7 +193,10 @@ def test_wrong_input_is_one_line(cli: Cli, tmp_path: Path) -> None:
     cli.run("get", "--handle", "h.json").refused(2, "h.json is not a handle")
     cli.run("get", "--handle", "in").refused(2, "in is not a handle")
     cli.run("put", "in")
-    cli.run("get", "in", "-o", "no/such/place").refused(2, "no/such/place", "no such file")
+    for place in ("no/such/place", str(tmp_path / "absent" / "x")):
+        cli.run("get", "in", "-o", place).refused(2, f"error[E100] {place}: no such file")
+    cli.run("get", "in", "-o", "x" * 256).refused(2, "file name too long")
+    assert cli.run("get", "in", "-o", "x" * 250).code == 0, "room for the name of a draft is ours to find"
 
 
 def test_a_cluster_that_is_away_is_exit_3(cli: Cli, tmp_path: Path) -> None:
@@ -204,9 +209,46 @@ def test_a_cluster_that_is_away_is_exit_3(cli: Cli, tmp_path: Path) -> None:
     cli.run("put", "in", "--map", "away.toml", "--timeout", "1s").refused(3, "E202")
 
 
-def test_a_full_standard_output_is_one_line(cli: Cli) -> None:
-    import subprocess
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root, and a machine that allows it")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
 
+
+def test_a_disk_that_something_else_filled_is_told_by_put_status_and_the_nodes_log(small_disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(os.urandom(3 * BLOCK))
+    with LocalCluster(small_disk / "dev", 1, capacity_bytes=1 << 30) as cluster:
+        cli = Cli(tmp_path, KVSTORE_MAP=str(cluster.map_path))
+        assert cli.run("put", "in", "--name", "before").code == 0 and "DISK_FULL" not in cli.run("status").stdout
+        with (small_disk / "dump").open("wb") as dump, pytest.raises(OSError, match="No space"):
+            while True:
+                dump.write(bytes(1 << 20))
+        until(lambda: "DISK_FULL" in cli.run("status").stdout, "the node has looked at its disk")
+        (tmp_path / "in").write_bytes(os.urandom(300 * BLOCK))
+        cli.run("put", "in").refused(1, "E404", "could not be stored: their nodes have no room", "where it says DISK_FULL, free space")
+        told = cli.run("status")
+        assert told.code == 1 and " ERR  DISK_FULL " in told.stdout and "free on its file system: writes are refused" in told.stdout
+        assert cli.run("status", "--json").json["data"]["nodes"][0]["disk_free_bytes"] < 35e6
+        explained = cli.run("explain", "DISK_FULL").stdout
+        assert "something else fills the disk" in explained and "now       ERR node-00 " in explained
+        until(lambda: "DISK_FULL" in cluster.log_path(0).read_text(), "its log tells", 30)
+        (small_disk / "dump").unlink()
+        until(lambda: cli.run("put", "in").code == 0, "writes go on")
+
+
+def test_put_names_what_most_nodes_said(cluster: LocalCluster) -> None:
+    counts = dict.fromkeys(("shards_no_space", "shards_draining", "shards_stale_map", "shards_busy", "shards_unreachable"), 0)
+    assert _why_failed({**counts, "shards_stale_map": 3}, cluster.map, 10)[1] == "give --map the newest one"
+    assert _why_failed({**counts, "shards_draining": 3, "shards_busy": 1}, cluster.map, 10)[0] == "their nodes are being stopped"
+    assert _why_failed({**counts, "shards_no_space": 1, "shards_unreachable": 2}, cluster.map, 10)[1] == "kvstore status"
+
+
+def test_a_full_standard_output_is_one_line(cli: Cli) -> None:
     with open("/dev/full", "wb") as full:  # noqa: PTH123  a device, opened as a shell would
         done = subprocess.run(cli.command("explain", "E107"), stdout=full, stderr=subprocess.PIPE, env=dict(cli.environ), text=True)
     assert (

@@ -245,6 +245,7 @@ def values_of(cluster: LocalCluster, node: int) -> dict[str, float]:
 
 FAULTS = {
     "CHECKSUM_ERRORS": {'kvstore_disk_errors_total{kind="checksum"}': 1.0},
+    "DISK_FULL": {"kvstore_disk_free_bytes": 50e6},
     "DISK_WEAR": {"kvstore_disk_wear_ratio": 0.9},  # not on the page of a disk that does not tell
     "INDEX_REBUILT": {'kvstore_index_starts_total{mode="rebuild"}': 1.0},
     "NODE_EPOCH_BEHIND": {"kvstore_epoch_seen": 2.0},
@@ -286,6 +287,22 @@ def test_a_daemons_check_waits_before_it_fires_and_before_it_stops(cluster: Loca
     wait = int(FOR_SECONDS["NODE_EPOCH_BEHIND"] / 10)
     first, last = fired.index(True), len(fired) - 1 - fired[::-1].index(True)
     assert first == 5 + wait and last == 19 + wait - 1, "one blip at 30 fires nothing"
+
+
+def test_a_daemons_log_tells_a_fault_when_it_begins_or_grows_and_each_ten_minutes(cluster: LocalCluster) -> None:
+    values, clock, said = dict(values_of(cluster, 0)), Clock(0.0), list[tuple[float, str, str]]()
+    looks = SelfCheck(lambda: values, [], clock, clock, lambda severity, line: said.append((clock.now, severity, line)))
+    for free_bytes, until_seconds in ((1e12, 60.0), (50e6, 100.0), (20e6, 1000.0)):
+        values["kvstore_disk_free_bytes"] = free_bytes
+        while clock.now < until_seconds:
+            looks.look()
+            clock.now += 5.0
+    warned, refused = (
+        "DISK_FULL 50.0 MB free on its file system: drops",
+        "DISK_FULL 20.0 MB free on its file system: writes are refused; kvstore",
+    )
+    assert [(when, severity) for when, severity, _ in said] == [(60.0, "WARN"), (100.0, "ERR"), (700.0, "ERR")]
+    assert said[0][2].startswith(warned) and said[1][2].startswith(refused)
 
 
 def test_every_check_is_exported_at_zero_from_the_first_second(cluster: LocalCluster) -> None:

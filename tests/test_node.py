@@ -34,7 +34,11 @@ from server_tools import (
 from kvstore import record, wire
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.errors import ConfigError
+from kvstore.http import Request, daemon_pages
 from kvstore.server.config import NodeConfig
+from kvstore.server.directory import Directory
+from kvstore.server.directory_config import DirectoryConfig
+from kvstore.server.node import Node as Serving
 from kvstore.server.proto import node_pb2, node_pb2_grpc
 from kvstore.wire import Status, Verb
 
@@ -173,6 +177,10 @@ def test_a_second_daemon_on_a_directory_is_refused_with_the_pid_of_the_first(tmp
         assert ended.code == 2
         assert_one_error(ended.stderr, "E120", str(tmp_path), f"pid {first.process.pid}")
         assert first.discover(bytes(32)) == []
+        ports = [first.ready[name].rpartition(":")[2] for name in ("address", "admin", "http")]
+        same = run_to_end(tmp_path, *(word for pair in zip(("--port", "--admin-port", "--http-port"), ports, strict=True) for word in pair))
+        assert same.code == 2, "with the ports of the first, too, as the map names them"
+        assert_one_error(same.stderr, "E120", f"pid {first.process.pid}")
 
 
 @pytest.mark.parametrize("flag", ["--port", "--admin-port", "--http-port"])
@@ -321,6 +329,14 @@ def test_probes_and_metrics_over_http(tmp_path: Path) -> None:
         assert 'kvstore_node_requests_total{op="discover",result="ok"} 1.0' in http(server, "/metrics")[1]
 
 
+def test_metrics_before_there_are_any_are_no_empty_page(tmp_path: Path) -> None:
+    """HTTP answers while the index loads: an empty page would be a good scrape without one series."""
+    node = Serving(NodeConfig(data_dir=tmp_path))
+    assert node.metrics_text() is None is Directory(DirectoryConfig(port=0)).metrics_text()
+    page = daemon_pages(node.checks, node.metrics_text)(Request("/metrics", "", ""))
+    assert page.status == 503 and page.headers["Retry-After"] == "1" and b"starting" in page.body
+
+
 def test_a_silent_http_client_holds_up_no_probe(tmp_path: Path) -> None:
     with daemon(tmp_path) as server:
         host, _, port = server.ready["http"].rpartition(":")
@@ -345,6 +361,18 @@ def test_a_newer_map_is_read_on_sighup_on_the_call_and_when_a_client_names_it(tm
         assert server.write(make_record(1, write_epoch=4)) == [Status.OK]
         until(lambda: server.status().epoch == 4, "the fourth epoch is read when a record names it")
         assert server.write(make_record(2, write_epoch=3)) == [Status.STALE_MAP]
+
+
+def test_a_reload_leaves_nothing_that_goes_on_and_on(tmp_path: Path) -> None:
+    """Twenty at once: a handler that waited for a lock of the main thread's would stop all."""
+    with daemon(tmp_path) as server:
+        for _ in range(20):
+            server.signal(signal.SIGHUP)
+        used = processor_seconds(server)
+        threading.Event().wait(1)
+        assert processor_seconds(server) - used < 0.3
+        server.signal(signal.SIGTERM)
+        assert server.wait().code == 0
 
 
 def test_a_map_that_went_bad_is_reported_and_the_old_one_stays(tmp_path: Path) -> None:
@@ -441,6 +469,10 @@ def test_too_few_descriptors_are_one_line_with_the_fix(tmp_path: Path, nofile: i
     assert_one_error(drain_lines(lines, []).stderr, "E143", f"only {nofile} files", "ulimit -n")
 
 
+def processor_seconds(running: Daemon) -> float:
+    return sum(map(int, running.proc("stat").rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_probes_that_cannot_be_accepted_cost_no_processor_time(tmp_path: Path) -> None:
     with daemon(tmp_path, "--progress-timeout", "60s", nofile=64) as running:
         held = [socket.create_connection(running.address) for _ in range(80)]
@@ -448,13 +480,9 @@ def test_probes_that_cannot_be_accepted_cost_no_processor_time(tmp_path: Path) -
         host, _, port = running.ready["http"].rpartition(":")
         with socket.create_connection((host, int(port))) as probe:
             probe.send(b"GET /readyz HTTP/1.0\r\n\r\n")
-
-            def seconds() -> float:
-                return sum(map(int, running.proc("stat").rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
-
-            used = seconds()
+            used = processor_seconds(running)
             threading.Event().wait(1)
-            assert seconds() - used < 0.3
+            assert processor_seconds(running) - used < 0.3
             for one in held:
                 one.close()
             probe.settimeout(DEADLINE_SECONDS)

@@ -180,7 +180,9 @@ def test_stores_that_fail_and_loads_that_come_short_are_told_and_exit_1(
     finally:
         for node in (0, 1, 2):
             cluster.restart(node)
-    one = RequestOutcome(number=0, trace_time_ms=0, input_tokens=256, blocks=2, ideal_hit_tokens=256, hit_blocks=2, loaded_blocks=1, load_seconds=0.1)
+    one = RequestOutcome(
+        number=0, trace_time_ms=0, input_tokens=256, blocks=2, ideal_hit_tokens=256, hit_blocks=2, loaded_blocks=1, load_seconds=0.1
+    )
     assert not replay._is_sound(ReplayReport.of([one], seconds=1.0, lru_capacity_blocks=None), cluster.map_path, Output())
     assert "not sound 1 of 1 loads came back shorter than promised" in capsys.readouterr().out
 

@@ -76,6 +76,14 @@ HEALTH: Final = {
         "read the node's log; restart it if the evictor stopped; give it more capacity if floors fill it",
         commands=("kvstore status --nodes", "kvstore stats"),
     ),
+    "DISK_FULL": HealthCode(
+        "WARN",
+        "a node's file system has so little free that it drops blocks for that, whatever its capacity (ERR: it refuses writes)",
+        "bytes free on the file system of its data directory, with what is being given back, against 101 MB; ERR below 35 MB",
+        ("something else fills the disk: logs, dumps, another daemon", "the capacities of its nodes are more than the disk has"),
+        "free space on that disk, or start the node with a --capacity that it has",
+        commands=("df -h DIR", "du -xsh DIR/*", "kvstore status --json | jq .data.nodes"),
+    ),
     "RETENTION_SHORT": HealthCode(
         "WARN",
         "a retention class is kept for a shorter time than the map says",

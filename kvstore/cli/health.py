@@ -18,7 +18,7 @@ from kvstore.cluster_view import by_label, group_lists, quantile, retention
 from kvstore.clustermap import ClusterMap
 from kvstore.live.scrape import ClientReport
 from kvstore.placement import Placement
-from kvstore.thresholds import CHECKSUM_ERRORS_ERR, FULL_RATIO, WEAR_ERR, WEAR_WARN, ZOMBIE_RATIO
+from kvstore.thresholds import CHECKSUM_ERRORS_ERR, FULL_RATIO, WEAR_ERR, WEAR_WARN, ZOMBIE_RATIO, disk_full, disk_full_words
 from kvstore.units import format_bytes, format_seconds
 
 CLOCK_SKEW_SECONDS: Final = 0.25
@@ -134,6 +134,9 @@ def _node(cluster_map: ClusterMap, report: NodeReport, earlier: NodeReport | Non
         found.append(_health("DISK_WEAR", name, f"{100 * wear:.0f} % of its rated life used", severity, count=round(100 * wear)))
     if report.values.get('kvstore_index_starts_total{mode="rebuild"}'):
         found.append(_health("INDEX_REBUILT", name, report.index_start or "rebuilt at its start"))
+    free = report.values.get("kvstore_disk_free_bytes")  # None: an older daemon
+    if free is not None and (severity := disk_full(free, report.values.get('kvstore_disk_used_bytes{kind="freeing"}', 0))):
+        found.append(_health("DISK_FULL", name, disk_full_words(severity, free), severity))
     if _eviction_stalled(report, earlier):
         refused = _refused_for_space(report)
         found.append(_health("EVICTION_STALLED", name, f"full, {refused:,.0f} writes refused, nothing evicted"))

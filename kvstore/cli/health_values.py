@@ -48,6 +48,11 @@ def _fullest(cluster_map: ClusterMap, up: Reports) -> str:
     return f"the fullest is {worst.node.id} with {100 * worst.used_bytes / max(1, worst.capacity_bytes):.1f} %"
 
 
+def _least_free(cluster_map: ClusterMap, up: Reports) -> str:
+    known = [(r.values["kvstore_disk_free_bytes"], r.node.id) for r in up if "kvstore_disk_free_bytes" in r.values]
+    return f"the least is free on {min(known)[1]}: {format_bytes(min(known)[0])}" if known else "no node tells: older daemons"
+
+
 def _kept(cluster_map: ClusterMap, up: Reports) -> str:
     found = retention(cluster_map, up)
     return (
@@ -117,6 +122,7 @@ _VALUES: Final[dict[str, Callable[[ClusterMap, Reports], str]]] = {
     "VERSION_MIXED": _versions,
     "NODE_FLAPPING": _starts,
     "DISK_SLOW": _p99s,
+    "DISK_FULL": _least_free,
     "DISK_WEAR": _wear,
     "DIRECTORY_DOWN": _directories,
 }

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -104,12 +105,27 @@ def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: 
             done = client.store(keys[: at + len(blocks)], blocks, first_block=at, retention_class=retention).result(timeout + STORE_SECONDS)
             if done.outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED):
                 what = f"blocks {at} to {at + len(blocks) - 1} could not be stored"
-                cause = why_short(cluster_map, timeout, f"fewer than {cluster_map.k} of their nodes took them")
-                raise StorageError("E404", what, cause, "kvstore status")
+                raise StorageError("E404", what, *_why_failed(client.stats(), cluster_map, timeout))
             stored += done.blocks
             degraded += done.blocks if done.outcome is StoreOutcome.DEGRADED else 0
             bar.advance(len(blocks))
     return stored, degraded
+
+
+def _why_failed(stats: Mapping[str, int | float], cluster_map: ClusterMap, timeout_seconds: float) -> tuple[str, str]:
+    """Cause and fix, by what most of the nodes that did not take a shard said. Raises Unreachable where no node answers at all."""
+    short = why_short(cluster_map, timeout_seconds, f"fewer than {cluster_map.k} of their nodes took them")
+    said = max(_REFUSALS, key=lambda name: stats[name])
+    return _REFUSALS[said] if stats[said] > stats["shards_unreachable"] else (short, "kvstore status")
+
+
+# The client's count of shards that were not taken, by the nodes' answer -> cause and fix.
+_REFUSALS: Final = {
+    "shards_no_space": ("their nodes have no room", "kvstore status: where it says DISK_FULL, free space on that disk; else try again"),
+    "shards_draining": ("their nodes are being stopped", "kvstore status; try again when they are back"),
+    "shards_stale_map": ("their nodes have a newer cluster map", "give --map the newest one"),
+    "shards_busy": ("their nodes were busy", "try again"),
+}
 
 
 def _tell(out: Output, handle: Handle, epoch: int, path: Path, stored: int, degraded: int, seconds: float) -> int:

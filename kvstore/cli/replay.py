@@ -85,7 +85,12 @@ def run(args: argparse.Namespace) -> int:
     skipped: list[InputError] = []
     shape = shape_of(trace.read(skipped.append), layout, K)
     if not shape.requests:
-        raise InputError("E111", f"{args.trace} has no request to play", f"{len(skipped)} lines skipped", "name another trace")
+        raise InputError(
+            "E111",
+            f"{args.trace} has no request to play",
+            f"{len(skipped)} lines skipped, the first: {skipped[0].what}: {skipped[0].cause}",
+            "name another trace",
+        )
     for error in skipped[:3]:
         out.warn(str(error))
     if len(skipped) > 3:

@@ -292,6 +292,7 @@ def _data(
                 "io": r.io or None,
                 "used_bytes": r.used_bytes if r.up else None,
                 "capacity_bytes": r.capacity_bytes if r.up else None,
+                "disk_free_bytes": int(r.values["kvstore_disk_free_bytes"]) if "kvstore_disk_free_bytes" in r.values else None,
                 "extents": r.extents if r.up else None,
                 "uptime_seconds": r.uptime_seconds if r.up else None,
                 "clock_offset_seconds": r.clock_offset_seconds,

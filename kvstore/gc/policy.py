@@ -16,6 +16,7 @@ from typing import Final
 from kvstore.clustermap import DEFAULT_CLASSES, POLICIES, RetentionClass
 from kvstore.errors import ConfigError
 from kvstore.owners import OwnerLimits
+from kvstore.thresholds import DISK_RESERVE_BYTES, DISK_ROOM_BYTES
 
 CLASSES_MAX: Final = 16
 ROW_BYTES: Final = 66  # queue 1 | owner 16 | bucket 4 | ~start 4 | extent key 32 | write id 8 | shard 1 (docs/FORMAT.md)
@@ -45,7 +46,7 @@ class EvictionPolicy:
     owners: Mapping[bytes, OwnerLimits] = field(default_factory=dict)
     shares: Mapping[int, float] = field(default_factory=dict)  # of the capacity, by class number; the others have no share to keep to
     replacement: str = "lru"
-    disk_reserve_bytes: int = 32 << 20
+    disk_reserve_bytes: int = DISK_RESERVE_BYTES
     expiry_interval_seconds: float = EXPIRY_INTERVAL_SECONDS
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class EvictionPolicy:
                 need = usage.used_bytes - self.low_bytes(usage.capacity_bytes)
             need = max(need, usage.used_bytes + wanted_bytes - usage.capacity_bytes)
         # What is being given back already will be free soon.
-        disk_short = self.disk_reserve_bytes + (64 << 20) + wanted_bytes - usage.disk_free_bytes - usage.zombie_bytes
+        disk_short = self.disk_reserve_bytes + DISK_ROOM_BYTES + wanted_bytes - usage.disk_free_bytes - usage.zombie_bytes
         if disk_short > 0:
             need = max(need, disk_short)
         if usage.index_share > 0.8:

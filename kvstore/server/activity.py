@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvstore.units import format_bytes
+from kvstore.wire import Status
 
 
 class Activity:
@@ -21,7 +22,8 @@ class Activity:
         """One line, "" if no request was answered since the last call."""
         now = {op: sum(by_status.values()) for op, by_status in server["requests"].items()}
         now |= {key: int(server[key]) for key in ("bytes_in", "bytes_out", "connections_cut", "frames_malformed", "faults")}
-        now["busy"] = sum(by_status.get(2, 0) for by_status in server["requests"].values())
+        for name, status in (("busy", Status.BUSY), ("no space", Status.NO_SPACE)):
+            now[name] = sum(by_status.get(int(status), 0) for by_status in server["requests"].values())
         did = {key: value - self._last.get(key, 0) for key, value in now.items()}
         self._last = now
         if not any(did[op] for op in server["requests"]):
@@ -38,7 +40,13 @@ class Activity:
         return ", ".join(parts)
 
 
-_COMPLAINTS = (("busy", "busy"), ("cut", "connections_cut"), ("malformed", "frames_malformed"), ("faults", "faults"))
+_COMPLAINTS = (
+    ("busy", "busy"),
+    ("no space", "no space"),
+    ("cut", "connections_cut"),
+    ("malformed", "frames_malformed"),
+    ("faults", "faults"),
+)
 
 GROWTH_WINDOW_SECONDS: Final = 6 * 3600.0
 GROWTH_SAMPLE_SECONDS: Final = 60.0

@@ -130,12 +130,13 @@ class Directory:
         """Readiness by part: "" where it is well, else why not."""
         return {"server": "" if self.server else "not listening yet", "stop": "stopping" if self.stopping else ""}
 
-    def metrics_text(self) -> bytes:
-        if self._registry is None:
-            return b""
+    def metrics_text(self) -> bytes | None:
+        registry = self._registry  # a drain takes it away
+        if registry is None:
+            return None
         from prometheus_client import generate_latest
 
-        return generate_latest(self._registry)
+        return generate_latest(registry)
 
 
 def run_directory(config: DirectoryConfig) -> int:

@@ -6,12 +6,11 @@ report_corrupt(), a damaged index or footer by the rebuild that follows a power 
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -19,12 +18,13 @@ from typing import Final, Literal
 import xxhash
 
 from kvstore.entry import SEGMENT_SYNTHETIC, decode
-from kvstore.errors import ConfigError, DirectoryInUse
+from kvstore.errors import ConfigError
 from kvstore.filter import Filter, load
 from kvstore.kernels import _native
 from kvstore.record import ALIGN, Head, padded_bytes, parse_head
 from kvstore.segment import data_runs, read_footer
 from kvstore.server.fsck_index import FREED, ROW, STATE
+from kvstore.server.owned import held
 from kvstore.version import module_command
 
 FINDINGS_MAX: Final = 1000  # told one by one; past it they are only counted
@@ -100,20 +100,14 @@ def fsck(data_dir: str | Path, repair: bool = False, progress: Progress | None =
     return report
 
 
-@contextmanager
+@contextlib.contextmanager
 def _held(directory: Path) -> Iterator[None]:
-    try:
-        lock = (directory / "LOCK").open("a+")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError("E122", f"data directory {directory}", reason, "run it as the user of the daemon") from None
-    with lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            pid = lock.read().strip()
-            raise DirectoryInUse(int(pid) if pid.isdigit() else 0, str(directory)) from None
+            stack.enter_context(held(directory))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError("E122", f"data directory {directory}", reason, "run it as the user of the daemon") from None
         yield
 
 

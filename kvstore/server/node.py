@@ -1,6 +1,6 @@
 """One storage daemon: store, native server, eviction and its two control faces under one roof, from start to drain.
 
-    start   check directory and ports -> HTTP (alive, not ready) -> open the store -> data port -> gRPC -> eviction -> `ready {json}`
+    start   check directory -> HTTP (alive, not ready) -> open the store -> data port -> gRPC -> eviction -> `ready {json}`
     run     all work is on native threads and gRPC's; the main thread waits, writes a log line now and then, looks for a newer map
     end     SIGTERM or SIGINT (or the Drain call): not ready -> no new work -> what runs is finished -> flush -> exit 0.
             A second signal ends the process at once: the store is made for that.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -106,6 +105,7 @@ class Node:
         log.info(f"disk {config.data_dir}, {format_bytes(self.capacity_bytes)} to use")
         for owner in config.owners:
             log.info(f"owner {owner.name}: {owner.limits}")
+        self._check_directory()
         with port_fault(config.host, config.http_port, "--http-port"):
             self.http = HttpServer(config.host, config.http_port, daemon_pages(self.checks, self.metrics_text))
         self._open_store()
@@ -158,7 +158,7 @@ class Node:
         self._registry = node_registry(self.server.stats, self.store.stats, self._facts, self._evictions, self._holdings)
         starts = note_start(config.data_dir, time.time())
         self._facts.starts = starts.total
-        self._check = SelfCheck(self.values, starts.recent)
+        self._check = SelfCheck(self.values, starts.recent, tell=self._tell_of_fault)
         self._look_at_itself(self._check)
         self._facts.ready = True
         self.control.start()
@@ -174,6 +174,13 @@ class Node:
         else:
             self.log.info(f"no RDMA: {server.rdma_note or 'switched off'}")
 
+    def _check_directory(self) -> None:
+        """Whose it is, and that nobody serves it, before any port: a second daemon of a directory has the ports of the first, too."""
+        directory = self.config.data_dir
+        owned.check(directory, self.map.cluster_id, self.config.node_id)
+        with owned.held(directory):
+            pass  # the store takes it for good: HTTP answers while that loads its index
+
     def _open_store(self) -> None:
         directory = self.config.data_dir
         limits = {owner.tag: owner.limits for owner in self.config.owners}
@@ -182,7 +189,6 @@ class Node:
             self.map.classes.values(), bucket_seconds=self.map.bucket_seconds, owners=limits, replacement=rule
         )
         began = time.monotonic()
-        owned.check(directory, self.map.cluster_id, self.config.node_id)
         try:
             self.store = _native.Store(
                 str(directory),
@@ -258,6 +264,7 @@ class Node:
         assert self.server and self.store and self._traffic and self._growth and self._check
         while not self._draining:
             self._wake.wait(min(MAP_POLL_SECONDS, self.config.log_interval_seconds))
+            self._wake.clear()
             now = time.monotonic()
             self._traffic.sample()
             self._growth.sample()
@@ -286,7 +293,7 @@ class Node:
         return self._draining
 
     def request_stop(self) -> None:
-        """Begins the drain; harmless twice. Safe in a signal handler."""
+        """Begins the drain; harmless twice."""
         self._draining = True
         self._wake.set()
 
@@ -372,12 +379,13 @@ class Node:
             "drain": "draining" if self._draining else "",
         }
 
-    def metrics_text(self) -> bytes:
-        if self._registry is None:
-            return b""
+    def metrics_text(self) -> bytes | None:
+        registry = self._registry  # a drain takes it away
+        if registry is None:
+            return None
         from prometheus_client import generate_latest
 
-        return generate_latest(self._registry)
+        return generate_latest(registry)
 
     def _holdings(self) -> list[Holding]:
         store = self.store
@@ -391,6 +399,9 @@ class Node:
 
     def _read_wear(self) -> None:
         self._facts.wear_ratio = wear_ratio(self.config.data_dir)
+
+    def _tell_of_fault(self, severity: str, line: str) -> None:
+        {"INFO": self.log.info, "WARN": self.log.warn, "ERR": self.log.error}[severity](line)
 
     def _look_at_itself(self, check: SelfCheck) -> None:
         check.look()
@@ -461,8 +472,7 @@ def run_node(config: NodeConfig) -> int:
     Raises KvstoreError, with its one line, when it cannot start.
     """
     node = Node(config)
-    signal.signal(signal.SIGHUP, lambda *_: node.request_reload())
-    return run_daemon(node)
+    return run_daemon(node, node.request_reload)
 
 
 def raise_descriptor_limit() -> None:

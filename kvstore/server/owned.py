@@ -6,14 +6,30 @@ and never changed; a directory without it belongs to whoever starts there first.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, DirectoryInUse
 
 FILE_NAME: Final = "node"
 _HEAD: Final = "kvstore node 1"
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """DIR/LOCK, as a store holds it (kernels/dirstate.hpp), while the block runs. Raises DirectoryInUse, or the OSError of opening it."""
+    with (directory / "LOCK").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            pid = lock.read().strip()
+            raise DirectoryInUse(int(pid) if pid.isdigit() else 0, str(directory)) from None
+        yield
 
 
 def check(directory: Path, cluster_id: str, node_id: str) -> None:

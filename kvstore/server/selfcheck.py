@@ -14,9 +14,10 @@ from typing import Final
 
 from kvstore.clustermap import EARLY_REASONS
 from kvstore.metrics import CLASSES
-from kvstore.thresholds import CHECKSUM_ERRORS_ERR, FULL_RATIO, WEAR_ERR, WEAR_WARN, ZOMBIE_RATIO
+from kvstore.thresholds import CHECKSUM_ERRORS_ERR, FULL_RATIO, WEAR_ERR, WEAR_WARN, ZOMBIE_RATIO, disk_full, disk_full_words
 
 LOOK_SECONDS: Final = 10.0
+TELL_SECONDS: Final = 600.0  # between two lines of the log about one fault
 FLAPPING_STARTS: Final = 3
 FLAPPING_SECONDS: Final = 600.0
 STARTS_KEPT: Final = 16
@@ -58,6 +59,8 @@ def judge(values: Values, before: Values | None, starts: Sequence[float], now: f
     bad = values['kvstore_disk_errors_total{kind="checksum"}']
     if bad:
         found["CHECKSUM_ERRORS"] = "ERR" if bad >= CHECKSUM_ERRORS_ERR else "WARN"
+    if severity := disk_full(values["kvstore_disk_free_bytes"], values['kvstore_disk_used_bytes{kind="freeing"}']):
+        found["DISK_FULL"] = severity
     if (wear := values.get("kvstore_disk_wear_ratio", 0.0)) > WEAR_WARN:
         found["DISK_WEAR"] = "ERR" if wear > WEAR_ERR else "WARN"
     if values['kvstore_index_starts_total{mode="rebuild"}']:
@@ -78,6 +81,12 @@ def judge(values: Values, before: Values | None, starts: Sequence[float], now: f
     return found
 
 
+def told(code: str, severity: str, values: Values) -> str:
+    """What the log says of it."""
+    words = disk_full_words(severity, values["kvstore_disk_free_bytes"]) if code == "DISK_FULL" else "fires"
+    return f"{code} {words}; kvstore explain {code}"
+
+
 def _evicted(values: Values) -> float:
     return sum(value for key, value in values.items() if key.startswith("kvstore_evicted_bytes_total{"))
 
@@ -92,7 +101,8 @@ def _short(values: Values, name: str) -> bool:
 
 
 class SelfCheck:
-    """`look` as often as you like: it looks each 10 s. `firing` is read by other threads."""
+    """`look` as often as you like: it looks each 10 s. `firing` is read by other threads. `tell` (severity, line) gets what begins, and
+    again each ten minutes while it lasts."""
 
     def __init__(
         self,
@@ -100,12 +110,14 @@ class SelfCheck:
         starts: Sequence[float],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        tell: Callable[[str, str], None] = lambda severity, line: None,
     ) -> None:
-        self._values, self._starts, self._clock, self._wall_clock = values, starts, clock, wall_clock
+        self._values, self._starts, self._clock, self._wall_clock, self._tell = values, starts, clock, wall_clock, tell
         self.firing: dict[str, str] = {}
         self._before: Values | None = None
         self._looked: float | None = None
         self._held_since: dict[str, float] = {}  # conditions that hold, and have not fired yet
+        self._told_last: dict[tuple[str, str], float] = {}  # code and severity
         self._held_last: dict[str, float] = {}  # of what fires: when its condition last held
 
     def look(self) -> None:
@@ -126,3 +138,7 @@ class SelfCheck:
         for code in over:
             del firing[code]
         self.firing = firing  # replaced whole: other threads iterate
+        for fault in firing.items():
+            if now - self._told_last.get(fault, -TELL_SECONDS) >= TELL_SECONDS:
+                self._told_last[fault] = now
+                self._tell(fault[1], told(*fault, values))
