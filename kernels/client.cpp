@@ -286,8 +286,9 @@ nb::dict stats(ClientCore& core) {
   set("promise_delay_seconds", double(core.net->promise_delay.delay()) / 1e9);
   set("load_delay_seconds", double(core.shared->delay.delay()) / 1e9);
   const int64_t now = now_ns();
-  uint32_t connected = 0, down = 0, late = 0;
+  uint32_t connected = 0, down = 0, late = 0, well = 0;
   for (auto& node : core.net->nodes) {
+    well += node->health(now) == 0;
     down += node->down(now);
     late += node->late();
     std::lock_guard lock(node->mutex);
@@ -295,6 +296,8 @@ nb::dict stats(ClientCore& core) {
                  !node->idle.empty();
   }
   set("connected_nodes", connected);
+  set("nodes_known", core.net->nodes.size());
+  set("nodes_well", well);
   set("nodes_down", down);
   set("nodes_late", late);
   return out;

@@ -116,6 +116,7 @@ bool DirectService::room_at_disk(const Span& next) const {
 
 void DirectService::begin(const std::shared_ptr<DiskRead>& read) {
   Span& s = *read->span;
+  if (!read->begun_ns) read->begun_ns = now_ns();
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);   // the ring has depth + 1 of them: never null
   io_uring_prep_read(sqe, read->fd, s.buffer.data() + read->got, unsigned(s.to - s.from - read->got), s.from + read->got);
   io_uring_sqe_set_data(sqe, read.get());
@@ -172,6 +173,7 @@ void DirectService::run() {
         waiting.push_front(std::move(read));
         continue;
       }
+      shared.stats.disk_read_seconds.observe(now_ns() - read->begun_ns);
       add(shared.stats.reads_direct);
       add(shared.stats.reads_direct_bytes, read->got);
       finish(std::move(read), read->got == want ? Status::OK : result < 0 ? Status::IO_ERROR : Status::CORRUPT);

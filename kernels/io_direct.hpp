@@ -66,6 +66,7 @@ struct DiskRead {
   std::shared_ptr<Span> span;
   int fd = -1;
   uint64_t got = 0;
+  int64_t begun_ns = 0;                     // 0: not yet at the disk
   Status status = Status::OK;               // valid once DONE
   std::atomic<uint32_t> state{PENDING};     // WANTED: a loop waits and has to be woken
   std::shared_ptr<ReadJob> job;             // keeps the shard open while the disk writes into the span; let go when DONE

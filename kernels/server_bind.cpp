@@ -7,6 +7,15 @@ namespace nb = nanobind;
 
 namespace kv {
 
+nb::dict histogram(const Histogram& h) {
+  nb::list counts;
+  for (const auto& c : h.counts) counts.append(c.load(std::memory_order_relaxed));
+  nb::dict d;
+  d["counts"] = counts;
+  d["sum_seconds"] = double(h.sum_ns.load(std::memory_order_relaxed)) / 1e9;
+  return d;
+}
+
 nb::dict counters(const Counter* values, uint32_t count) {
   nb::dict d;
   for (uint32_t i = 0; i < count; i++)
@@ -21,12 +30,7 @@ nb::dict front_stats(const FrontShared& shared, std::initializer_list<Op> ops) {
     const uint32_t op = uint32_t(each);
     requests[OP_NAMES[op]] = counters(s.requests[op], STATUSES);
     queued[OP_NAMES[op]] = s.queued[op].load();
-    nb::list counts;
-    for (const auto& c : s.seconds[op].counts) counts.append(c.load(std::memory_order_relaxed));
-    nb::dict h;
-    h["counts"] = counts;
-    h["sum_seconds"] = double(s.seconds[op].sum_ns.load(std::memory_order_relaxed)) / 1e9;
-    seconds[OP_NAMES[op]] = h;
+    seconds[OP_NAMES[op]] = histogram(s.seconds[op]);
   }
   nb::list bounds;
   for (uint64_t us : Histogram::BOUNDS_US) bounds.append(double(us) / 1e6);

@@ -46,6 +46,7 @@ struct ServerStats {
   Counter connections_opened{0}, connections_refused{0}, connections_idle_closed{0}, connections_cut{0};
   Counter frames_malformed{0}, faults{0};   // faults: exceptions caught; each ended one request or connection
   Counter read_head_bytes{0};             // gauge: heads and checks held for reads
+  Histogram disk_read_seconds;            // of the direct engine: at the disk
   Counter reads_direct{0}, reads_direct_bytes{0}, reads_cached{0}, reads_fell_back{0};
   Counter verbs_opened{0}, verbs_refused{0}, verbs_failed{0}, verbs_bytes{0};   // RDMA: set up, not set up, broken; written and acknowledged
   Counter epoch_seen{0};                  // newest epoch any peer named

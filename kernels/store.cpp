@@ -375,8 +375,12 @@ std::unique_ptr<Put> StoreImpl::write(uint8_t* record, uint64_t bytes, Status& s
   status = op->status = segments_.reserve(padded, h.head_bytes, op->segment, op->offset);
   if (status != Status::OK) return nullptr;
   std::memset(record + bytes, 0, padded - bytes);
-  if (!SegmentFiles::write_all(op->segment->fd(), record, padded, op->offset)) {
-    status = op->status = errno == ENOSPC || errno == EDQUOT ? Status::NO_SPACE : Status::IO_ERROR;
+  const int64_t began = now_ns();
+  const bool written = SegmentFiles::write_all(op->segment->fd(), record, padded, op->offset);
+  const int why = errno;
+  write_seconds.observe(now_ns() - began);
+  if (!written) {
+    status = op->status = why == ENOSPC || why == EDQUOT ? Status::NO_SPACE : Status::IO_ERROR;
     return nullptr;
   }
   op->status = Status::INTERNAL;   // of one that is never committed

@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "bind.hpp"
+#include "server_bind.hpp"
 #include "store_impl.hpp"
 
 namespace nb = nanobind;
@@ -200,6 +201,7 @@ nb::dict stats(Store& store) {
   }
   nb::dict out;
   for (const auto& [name, value] : rows) out[name.c_str()] = value;
+  out["write_seconds"] = histogram(impl(store).write_seconds);
   out["start_mode"] = name_of(impl(store).start_mode());
   out["last_fault"] = impl(store).last_fault();
   out["start_reason"] = impl(store).start_reason();

@@ -172,6 +172,7 @@ std::vector<std::pair<std::string, uint64_t>> StoreImpl::stats() {
   const auto add = [&](const char* name, uint64_t v) { out.emplace_back(name, v); };
   const auto positive = [](int64_t v) { return uint64_t(std::max<int64_t>(v, 0)); };
   add("used_bytes", used_bytes());
+  add("parity_bytes", positive(parity_bytes_));
   add("freeing_bytes", positive(freeing_bytes_));
   add("writing_bytes", positive(writing_bytes_));
   add("zombie_bytes", zombie_bytes_);

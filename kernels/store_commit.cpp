@@ -412,6 +412,7 @@ void StoreImpl::account(const EntryKey& key, const EntryFixed& fixed, int sign) 
   QueueTotals& totals = totals_[queue];
   totals.rows += sign;
   totals.bytes += bytes;
+  if (key.back() >= fixed.k) parity_bytes_ += bytes;
   if (totals.rows == 0) totals_.erase(queue);
   if (fixed.segment == SEGMENT_SYNTHETIC) return;
   if (const auto segment = segments_.find(fixed.segment)) {

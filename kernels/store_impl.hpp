@@ -27,6 +27,7 @@
 #include "pins.hpp"
 #include "seen.hpp"
 #include "segments.hpp"
+#include "server_stats.hpp"
 #include "store.hpp"
 
 namespace kv {
@@ -56,6 +57,8 @@ struct Counters {
 
 class StoreImpl final : public Store {
  public:
+  Histogram write_seconds;   // of records handed to the file system
+
   explicit StoreImpl(const StoreConfig& config);   // throws std::runtime_error, DirectoryInUse
   ~StoreImpl() override;
 
@@ -244,6 +247,7 @@ class StoreImpl final : public Store {
   Counters counters_;
 
   std::atomic<int64_t> used_bytes_{0};          // records of live entries, padded
+  std::atomic<int64_t> parity_bytes_{0};        // of them, of parity shards; right once the start scan is over
   std::atomic<int64_t> freeing_bytes_{0};       // deleted, not yet punched
   std::atomic<int64_t> writing_bytes_{0};       // being written
   std::atomic<int64_t> disk_free_{INT64_MAX};

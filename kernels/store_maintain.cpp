@@ -291,7 +291,7 @@ void StoreImpl::replace_index() {
       std::lock_guard lock(limbo_mutex_);
       limbo_.clear();   // the rebuild frees what nobody owns
     }
-    freeing_bytes_ = used_bytes_ = 0;
+    freeing_bytes_ = used_bytes_ = parity_bytes_ = 0;
     totals_.clear();
     entries_ = 0;
     scanning_ = false;

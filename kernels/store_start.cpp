@@ -326,6 +326,7 @@ bool StoreImpl::scan_index(bool with_totals, Ranges* owned) {
         QueueTotals& totals = totals_[{queue_of(f), owner_of_entry(bytes)}];
         totals.rows++;
         totals.bytes += int64_t(entry.padded_bytes());
+        if (bytes[ENTRY_KEY_BYTES - 1] >= f.k) parity_bytes_ += int64_t(entry.padded_bytes());
         if (f.segment == SEGMENT_SYNTHETIC) continue;
         if (const auto segment = segments_.find(f.segment)) {
           segment->live_records++;

@@ -124,6 +124,12 @@ NODE: Final = (
         {"kind": ("shards", "freeing", "index", "zombie")},
     ),
     Metric(
+        "kvstore_disk_shard_bytes",
+        "gauge",
+        "Bytes of records by what their shard is; together what kvstore_disk_used_bytes calls shards.",
+        {"kind": ("data", "parity")},
+    ),
+    Metric(
         "kvstore_disk_wear_ratio",
         "gauge",
         "Share of the disk's rated life that is used, by its own word (SMART); only where it tells.",
@@ -136,6 +142,12 @@ NODE: Final = (
         "counter",
         "Reads of the direct engine, by where the bytes came from.",
         {"source": ("direct", "cache", "buffered")},
+    ),
+    Metric(
+        "kvstore_disk_io_duration_seconds",
+        "histogram",
+        "Seconds of a read of the direct engine at the disk, and of handing a record to the file system.",
+        {"op": ("read", "write")},
     ),
     Metric("kvstore_disk_errors_total", "counter", "Faults of disk or index.", {"kind": ("io", "checksum", "index")}),
     Metric(
@@ -230,6 +242,12 @@ CLIENT: Final = (
     Metric("kvstore_agent_queued_requests", "gauge", "Requests waiting in this process.", {"op": ("load", "save")}),
     Metric("kvstore_agent_pinned_bytes", "gauge", "Bytes of buffers held for requests in flight."),
     Metric("kvstore_agent_connected_nodes", "gauge", "Nodes with an open connection."),
+    Metric(
+        "kvstore_cluster_nodes",
+        "gauge",
+        "Nodes of the map as this client finds them: late owes it an answer, down is not asked for a while, of up it knows no worse.",
+        {"state": ("up", "late", "down")},
+    ),
     Metric("kvstore_load_transport_bytes_total", "counter", "Bytes that nodes sent for loads, by how.", {"transport": ("tcp", "rdma")}),
     Metric("kvstore_rdma_fallbacks_total", "counter", "Connections that were to use RDMA and went over TCP, or were given up."),
     Metric("kvstore_rdma_faults_total", "counter", "RDMA connections that ended with an error of the device or the fabric."),
@@ -642,6 +660,8 @@ def read_server(stats: Mapping[str, Any], values: Values) -> None:
         values.add("kvstore_node_read_shards_total", count, result_of_status(status))
     values.set("kvstore_node_memory_bytes", stats["write_arena_used_bytes"], "write")
     values.set("kvstore_node_memory_bytes", stats["read_head_bytes"], "read_head")
+    read = stats["disk_read_seconds"]
+    values.histogram("kvstore_disk_io_duration_seconds", read["counts"], read["sum_seconds"], "read")
     values.set("kvstore_disk_reads_total", stats["reads_direct"], "direct")
     values.set("kvstore_disk_reads_total", stats["reads_cached"], "cache")
     values.set("kvstore_disk_reads_total", stats["reads_fell_back"], "buffered")
@@ -661,6 +681,10 @@ def read_store(stats: Mapping[str, Any], values: Values) -> None:
     values.set("kvstore_node_discover_keys_total", stats["discover_keys_total"] - stats["discover_filtered_total"], "index")
     values.set("kvstore_disk_free_bytes", stats["disk_free_bytes"])
     values.set("kvstore_disk_used_bytes", stats["used_bytes"], "shards")
+    values.set("kvstore_disk_shard_bytes", stats["used_bytes"] - stats["parity_bytes"], "data")
+    values.set("kvstore_disk_shard_bytes", stats["parity_bytes"], "parity")
+    written = stats["write_seconds"]
+    values.histogram("kvstore_disk_io_duration_seconds", written["counts"], written["sum_seconds"], "write")
     values.set("kvstore_disk_used_bytes", stats["freeing_bytes"], "freeing")
     values.set("kvstore_disk_used_bytes", stats["zombie_bytes"], "zombie")
     values.set("kvstore_disk_used_bytes", stats.get("index_bytes", 0), "index")  # absent while the index is replaced

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from client_tools import SMALL
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import metrics
-from kvstore.client import Client
+from kvstore.client import Client, client_registry
 from kvstore.client.agent.agent import Agent
 from kvstore.client.agent.metrics import serve_metrics
 from kvstore.client.agent.process import AgentProcess
@@ -65,6 +66,7 @@ def server_stats() -> dict[str, Any]:
         "request_seconds": {op: dict(zero) for op in OPS},
         "queued": dict.fromkeys(OPS, 0),
         "read_items": {},
+        "disk_read_seconds": dict(zero),
         **dict.fromkeys(singles.split(), 0),
     }
 
@@ -271,6 +273,20 @@ def test_the_document_tells_the_pages_of_a_real_daemon_and_a_real_client_apart_f
                 assert values == (written[name][1][label] or told_above[label]), (name, label)
                 checked += 1
     assert checked > 40
+
+
+def test_a_client_counts_the_nodes_as_it_finds_them(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, 3, capacity_bytes=128 << 20, k=2, m=1) as cluster, Client(cluster.map, layout=SMALL) as client:
+        registry = client_registry(client)
+
+        def nodes() -> list[float]:
+            flat = metrics.flat_values(registry)
+            return [flat[f'kvstore_cluster_nodes{{state="{state}"}}'] for state in ("up", "late", "down")]
+
+        assert nodes() == [3, 0, 0]
+        cluster.kill(1)
+        client.lookup(np.zeros((4, 32), np.uint8))
+        assert nodes() == [2, 0, 1]
 
 
 def test_a_daemon_exports_this_table_from_its_first_second(tmp_path: Path) -> None:

@@ -329,6 +329,33 @@ def test_probes_and_metrics_over_http(tmp_path: Path) -> None:
         assert 'kvstore_node_requests_total{op="discover",result="ok"} 1.0' in http(server, "/metrics")[1]
 
 
+def test_shards_are_counted_by_kind_and_disk_times_by_op(tmp_path: Path) -> None:
+    """As the fixed part of an entry says, so an index that is loaded or counted anew tells the same."""
+    data, parity = make_record(1, shard=9), make_record(2, shard=10)
+
+    def metric(server: Daemon, series: str) -> float:
+        lines = dict(line.rsplit(" ", 1) for line in http(server, "/metrics")[1].splitlines() if not line.startswith("#"))
+        return float(lines[series])
+
+    with daemon(tmp_path, "--io", "direct") as server:
+        assert server.write(data) == [Status.OK] == server.write(parity)
+        sizes = [metric(server, f'kvstore_disk_shard_bytes{{kind="{kind}"}}') for kind in ("data", "parity")]
+        assert min(sizes) > 0 and sum(sizes) == metric(server, 'kvstore_disk_used_bytes{kind="shards"}')
+        assert metric(server, 'kvstore_disk_io_duration_seconds_count{op="write"}') == 2
+        reads = metric(server, 'kvstore_disk_reads_total{source="direct"}')
+        assert metric(server, 'kvstore_disk_io_duration_seconds_count{op="read"}') == reads
+        server.bulk().send(wire.encode(Verb.READ, wire.encode_read([extent_of(data)], [(0, 0)])))
+        until(lambda: metric(server, 'kvstore_disk_io_duration_seconds_count{op="read"}') > reads, "it was read from the disk")
+        assert metric(server, 'kvstore_disk_io_duration_seconds_sum{op="read"}') > 0
+        server.signal(signal.SIGTERM)
+        assert server.wait().code == 0
+    with daemon(tmp_path) as again:
+        until(
+            lambda: [metric(again, f'kvstore_disk_shard_bytes{{kind="{kind}"}}') for kind in ("data", "parity")] == sizes,
+            "they are counted",
+        )
+
+
 def test_metrics_before_there_are_any_are_no_empty_page(tmp_path: Path) -> None:
     """HTTP answers while the index loads: an empty page would be a good scrape without one series."""
     node = Serving(NodeConfig(data_dir=tmp_path))

@@ -106,6 +106,9 @@ def read_client(client: Client, values: Values) -> None:
     values.set("kvstore_agent_queued_requests", stats["stores_open"], "save")
     values.set("kvstore_agent_pinned_bytes", stats["scratch_bytes"])
     values.set("kvstore_agent_connected_nodes", stats["connected_nodes"])
+    known, up, down = (int(stats[name]) for name in ("nodes_known", "nodes_well", "nodes_down"))
+    for state, count in (("up", up), ("late", known - up - down), ("down", down)):
+        values.set("kvstore_cluster_nodes", max(0, count), state)
     values.set("kvstore_load_transport_bytes_total", stats["read_bytes_tcp"], "tcp")
     values.set("kvstore_load_transport_bytes_total", stats["read_bytes_rdma"], "rdma")
     values.set("kvstore_rdma_fallbacks_total", stats["rdma_fallbacks"])
