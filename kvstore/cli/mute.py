@@ -60,7 +60,7 @@ def health_code(text: str) -> str:
     """Raises UsageError for what is no health code."""
     code = text.upper()
     if code not in HEALTH:
-        raise UsageError("E140", f'no health code "{code}"', fix=suggestion(code, HEALTH))
+        raise UsageError("E140", f'no health code "{text}"', fix=suggestion(code, HEALTH))
     return code
 
 
