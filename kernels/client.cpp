@@ -394,7 +394,8 @@ void bind_client(nanobind::module_& m) {
           [](ClientCore* self, const std::vector<std::string>& addresses, const nb::bytes& cluster, uint64_t epoch, uint32_t k, uint32_t m,
              uint32_t threads, uint32_t bulk_connections_max, uint64_t queue_bytes_max, double connect_timeout_seconds, double stall_timeout_seconds,
              double drain_timeout_seconds, double plane_wait_seconds, double idle_timeout_seconds, double store_deadline_seconds, const std::string& congestion_control, bool directories,
-             const std::string& transport, const std::string& rdma_device, uint64_t rdma_zone_bytes, uint64_t rdma_pool_bytes, bool rdma_windows) {
+             const std::string& transport, const std::string& rdma_device, uint64_t rdma_zone_bytes, uint64_t rdma_pool_bytes, bool rdma_windows,
+             uint8_t rdma_traffic_class, int rdma_gid_index) {
             need(transport == "tcp" || transport == "auto" || transport == "rdma", "transport: tcp, auto or rdma");
             need(threads >= 1 && threads <= 64, "threads: 1 to 64");
             need(!addresses.empty(), "addresses: at least one");
@@ -415,10 +416,12 @@ void bind_client(nanobind::module_& m) {
             net.rdma_zone_bytes = rdma_zone_bytes;
             net.rdma_pool_bytes = rdma_pool_bytes;
             net.rdma_windows = rdma_windows;
+            net.rdma_route = {rdma_traffic_class, rdma_gid_index};
             StoreConfig store;
             store.queue_bytes_max = queue_bytes_max;
             store.deadline_ns = nanoseconds(store_deadline_seconds);
             try {
+              nb::gil_scoped_release unlocked;   // registering memory takes time
               new (self) ClientCore(addresses, net, store, k, m);
             } catch (const verbs::Fault& fault) {
               raise_fault("ConfigError", fault.code, fault.place, fault.cause, fault.fix);
@@ -428,7 +431,7 @@ void bind_client(nanobind::module_& m) {
           "connect_timeout_seconds"_a = 1.0, "stall_timeout_seconds"_a = 3.0, "drain_timeout_seconds"_a = 1.0, "plane_wait_seconds"_a = 0.002, "idle_timeout_seconds"_a = 60.0,
           "store_deadline_seconds"_a = 10.0, "congestion_control"_a = "", "directories"_a = false,
           "transport"_a = "tcp", "rdma_device"_a = "auto", "rdma_zone_bytes"_a = uint64_t(4) << 20, "rdma_pool_bytes"_a = uint64_t(256) << 20,
-          "rdma_windows"_a = true)
+          "rdma_windows"_a = true, "rdma_traffic_class"_a = 0, "rdma_gid_index"_a = verbs::ANY_GID)
       .def(
           "discover",
           [](ClientCore& core, const nb::bytes& owner, uint64_t epoch, const Bytes2& keys) {

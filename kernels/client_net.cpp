@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -240,16 +241,21 @@ void Net::stop() {
 
 void Net::open_device() {
   if (config.transport == Transport::TCP) return;
+  auto over_tcp = [this](bool amiss, const std::string& why) {
+    zones = nullptr;
+    notice("device", amiss, "reads go over TCP: " + why);
+  };
   try {
-    auto device = verbs::Device::open(config.rdma_device);
+    auto device = verbs::Device::open(config.rdma_device, config.rdma_route);
     zones = std::make_shared<verbs::ZonePool>(std::move(device), config.rdma_zone_bytes, config.rdma_pool_bytes, config.rdma_windows);
-    if (config.transport == Transport::RDMA) zones->prepare();
+    zones->prepare();
     worker = std::make_unique<verbs::Worker>();
   } catch (const verbs::Fault& fault) {
+    if (config.transport == Transport::RDMA || fault.of_setting()) throw;
+    over_tcp(zones || config.rdma_device != "auto", fault.what());   // that there is no device is no fault
+  } catch (const std::bad_alloc&) {
     if (config.transport == Transport::RDMA) throw;
-    zones = nullptr;
-    const bool named = config.rdma_device != "auto";
-    notice("device", named, std::string("reads go over TCP: ") + fault.what());
+    over_tcp(true, "no memory for landing zones");
   }
 }
 

@@ -18,6 +18,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "verbs_route.hpp"
 #include "wire.hpp"
 
 namespace kv::verbs {
@@ -61,6 +62,7 @@ struct NetConfig {
   uint64_t epoch = 0;
   Transport transport = Transport::TCP;
   std::string rdma_device = "auto";
+  verbs::Route rdma_route;
   uint64_t rdma_zone_bytes = 4u << 20;      // of a connection's landing zone
   uint64_t rdma_pool_bytes = 256u << 20;    // of all landing zones
   uint32_t rdma_credits = 256;              // items that may be on their way to one connection

@@ -23,8 +23,8 @@ constexpr int ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 constexpr double SECONDS_MAX = 3600;
 }  // namespace
 
-std::shared_ptr<DirectZone> DirectZone::open(const std::string& name) {
-  std::shared_ptr<DirectZone> zone(new DirectZone(verbs::Device::open(name)));
+std::shared_ptr<DirectZone> DirectZone::open(const std::string& name, const verbs::Route& route) {
+  std::shared_ptr<DirectZone> zone(new DirectZone(verbs::Device::open(name, route)));
   zone->pd_ = verbs::library().alloc_pd(zone->device->context);
   if (!zone->pd_) throw verbs::Fault("E148", zone->device->name + ": protection domain", std::generic_category().message(errno), "load through host memory");
   return zone;
@@ -199,7 +199,10 @@ void bind_direct(nanobind::module_& m) {
       .def("take", [](DirectLink& l, double seconds) { return freely([&] { return l.take(seconds); }); }, "seconds"_a)
       .def("fence", [](DirectLink& l) { return freely([&] { return l.fence(); }); });
   nb::class_<DirectZone>(m, "DirectZone")
-      .def(nb::new_([](const std::string& device) { return freely([&] { return DirectZone::open(device); }); }), "device"_a = "auto")
+      .def(nb::new_([](const std::string& device, uint8_t traffic_class, int gid_index) {
+             return freely([&] { return DirectZone::open(device, {traffic_class, gid_index}); });
+           }),
+           "device"_a = "auto", "traffic_class"_a = 0, "gid_index"_a = verbs::ANY_GID)
       .def("add", [](DirectZone& z, uint64_t address, uint64_t bytes) { freely([&] { z.add(address, bytes); }); }, "address"_a, "size_bytes"_a)
       .def("add_dma_buf",
            [](DirectZone& z, int fd, uint64_t offset, uint64_t bytes, uint64_t address) {

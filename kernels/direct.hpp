@@ -24,15 +24,15 @@ class ReadBack {
   bool run(uint64_t address, uint32_t lkey, double seconds, std::string& why);
 
  private:
-  verbs::Memory memory_{1};
+  Pages memory_{1, Pages::Use::PINNED};
   verbs::Region region_;
   verbs::Endpoint far_, near_;
 };
 
 class DirectZone : public std::enable_shared_from_this<DirectZone> {
  public:
-  // `device`: a name, or "auto". verbs::Fault E145, E146, E148.
-  static std::shared_ptr<DirectZone> open(const std::string& device);
+  // `device`: a name, or "auto". verbs::Fault E145, E146, E148, E149.
+  static std::shared_ptr<DirectZone> open(const std::string& device, const verbs::Route& route);
   ~DirectZone();
   DirectZone(const DirectZone&) = delete;
 

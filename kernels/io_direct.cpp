@@ -59,7 +59,7 @@ void SpanCache::drop(std::list<std::shared_ptr<const Span>>::iterator it) {
 DirectService::DirectService(ServerShared& s)
     : shared(s),
       beside_page_cache(s.config.io == "auto"),
-      memory(s.config.read_arena_bytes + (beside_page_cache ? 0 : s.config.read_cache_bytes)),
+      memory(s.config.read_arena_bytes + (beside_page_cache ? 0 : s.config.read_cache_bytes), s.verbs ? Pages::Use::PINNED : Pages::Use::AS_USED),
       cache(beside_page_cache ? 0 : s.config.read_cache_bytes) {
   const int error = io_uring_queue_init(s.config.read_depth + 1, &ring_, 0);
   if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_setup");

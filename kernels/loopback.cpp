@@ -26,7 +26,7 @@ Clock::time_point after(double seconds) {
 }
 }  // namespace
 
-Loopback::Loopback(const std::string& device) : device_(verbs::Device::open(device)) { connect(); }
+Loopback::Loopback(const std::string& device, const verbs::Route& route) : device_(verbs::Device::open(device, route)) { connect(); }
 
 void Loopback::connect() {
   near_ = std::make_unique<verbs::Endpoint>(device_, verbs::Depths{DEPTH, 1}, 0);
@@ -214,7 +214,8 @@ using Pieces = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::d
 void bind_loopback(nanobind::module_& m) {
   using namespace kv;
   nb::class_<Loopback>(m, "Loopback")
-      .def("__init__", [](Loopback* self, const std::string& device) { freely([&] { new (self) Loopback(device); }); }, "device"_a = "auto")
+      .def("__init__", [](Loopback* self, const std::string& device, int gid) { freely([&] { new (self) Loopback(device, {.gid_index = gid}); }); },
+           "device"_a = "auto", "gid_index"_a = verbs::ANY_GID)
       .def("add", [](Loopback& l, uint64_t address, uint64_t bytes, bool writable) { return freely([&] { return l.add(address, bytes, writable); }); },
            "address"_a, "size_bytes"_a, "writable"_a)
       .def("add_dma_buf",
@@ -233,5 +234,6 @@ void bind_loopback(nanobind::module_& m) {
            "seconds"_a)
       .def("settle", [](Loopback& l, double seconds) { return freely([&] { return l.settle(seconds); }); }, "seconds"_a)
       .def_prop_ro("device_name", [](const Loopback& l) { return l.device_name(); })
+      .def_prop_ro("gid_index", [](const Loopback& l) { return l.gid_index(); })
       .def_prop_ro("registered_bytes", [](const Loopback& l) { return l.registered_bytes(); });
 }

@@ -29,8 +29,8 @@ class Loopback {
  public:
   static constexpr uint32_t SIGNAL_EVERY = 64, DEPTH = 1024, MARKS = 256;   // MARKS: copies under way
 
-  // `device`: a name, or "auto". verbs::Fault E145, E146, E148.
-  explicit Loopback(const std::string& device);
+  // `device`: a name, or "auto". verbs::Fault E145, E146, E148, E149.
+  explicit Loopback(const std::string& device, const verbs::Route& route = {});
   ~Loopback();
   Loopback(const Loopback&) = delete;
 
@@ -51,6 +51,7 @@ class Loopback {
   bool settle(double seconds);
 
   const std::string& device_name() const { return device_->name; }
+  int gid_index() const { return device_->gid_index; }
   int64_t registered_bytes() const { return device_->registered_bytes.load(); }
 
  private:

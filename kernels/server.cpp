@@ -20,21 +20,29 @@ namespace kv {
 
 Server::Server(Store& store, const ServerConfig& config) : shared_(store, config), io_(config.io) {
   shared_.boot_id = random_boot_id();
-  if (config.io != "buffered") reads_ = direct_reads(shared_, io_note_);
+  auto with_verbs = [&](auto&& step) {   // or without, where nobody insists
+    try {
+      step();
+    } catch (const verbs::Fault& fault) {
+      if (config.rdma_device != "auto" || fault.of_setting()) throw;
+      rdma_note_ = std::string(fault.code) + " " + fault.what();
+      shared_.verbs = nullptr;
+      verbs_.reset();
+    }
+  };
+  if (config.rdma_device != "off")
+    with_verbs([&] {
+      verbs_ = std::make_unique<VerbsServer>(config);
+      shared_.verbs = verbs_.get();
+    });
+  if (config.io != "buffered") reads_ = direct_reads(shared_, io_note_);   // its memory is another kind where a device is to know it
   if (!reads_) {
     reads_ = buffered_reads();
     io_ = "buffered";
   }
-  if (config.rdma_device != "off") {
-    try {
-      verbs_ = std::make_unique<VerbsServer>(config);
-      shared_.verbs = verbs_.get();
-      if (const Arena* arena = reads_->arena()) verbs_->share(*arena);
-    } catch (const verbs::Fault& fault) {
-      if (config.rdma_device != "auto") throw;
-      drop_verbs(fault);
-    }
-  }
+  with_verbs([&] {
+    if (const Arena* arena = reads_->arena(); arena && verbs_) verbs_->share(*arena);
+  });
   port_ = config.port;
   const int listener = listen_on(config.host, port_, config.congestion_control);
   std::vector<BulkLoop*> loops;
@@ -50,13 +58,10 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
       for_records.push_back(records_.back().get());
     }
     for (BulkLoop* each : loops) each->hand_to(for_records);
-    try {
+    with_verbs([&] {
       for (auto& b : bulk_)
         if (verbs_) b->share_pool();
-    } catch (const verbs::Fault& fault) {
-      if (config.rdma_device != "auto") throw;
-      drop_verbs(fault);
-    }
+    });
     small_ = std::make_unique<SmallLoop>(shared_, listener, loops);
   } catch (...) {
     if (!small_) ::close(listener);
@@ -68,12 +73,6 @@ Server::Server(Store& store, const ServerConfig& config) : shared_(store, config
 }
 
 Server::~Server() { stop(); }
-
-void Server::drop_verbs(const verbs::Fault& why) {
-  rdma_note_ = std::string(why.code) + " " + why.what();
-  shared_.verbs = nullptr;
-  verbs_.reset();
-}
 
 std::string Server::rdma() const { return verbs_ ? verbs_->device->name : ""; }
 
@@ -140,7 +139,7 @@ void bind_server(nb::module_& m) {
              const std::string& io, uint32_t bulk_threads, uint32_t write_threads, uint32_t connections_max, uint64_t write_arena_bytes,
              uint64_t read_head_bytes_max, uint64_t read_arena_bytes, uint64_t read_cache_bytes,
              uint32_t read_depth, double idle_timeout_seconds, double progress_timeout_seconds, const std::string& congestion_control,
-             const std::string& rdma_device, uint64_t rdma_pool_bytes, uint32_t rdma_pairs_max) {
+             const std::string& rdma_device, uint64_t rdma_pool_bytes, uint32_t rdma_pairs_max, uint8_t rdma_traffic_class, int rdma_gid_index) {
             ServerConfig c;
             if (cluster16.size() != c.cluster.size()) throw nb::value_error("cluster16: 16 bytes needed");
             if (io != "auto" && io != "buffered" && io != "direct") throw nb::value_error("io: auto, buffered or direct");
@@ -168,6 +167,7 @@ void bind_server(nb::module_& m) {
             c.rdma_device = rdma_device;
             c.rdma_pool_bytes = rdma_pool_bytes;
             c.rdma_pairs_max = rdma_pairs_max;
+            c.rdma_route = {rdma_traffic_class, rdma_gid_index};
             try {
               nb::gil_scoped_release unlocked;
               new (self) Server(store, c);
@@ -187,7 +187,7 @@ void bind_server(nb::module_& m) {
           nb::arg("read_head_bytes_max") = 64ull << 20, nb::arg("read_arena_bytes") = 32ull << 20, nb::arg("read_cache_bytes") = 64ull << 20,
           nb::arg("read_depth") = 8, nb::arg("idle_timeout_seconds") = 300.0, nb::arg("progress_timeout_seconds") = 3.0,
           nb::arg("congestion_control") = "", nb::arg("rdma_device") = "off", nb::arg("rdma_pool_bytes") = 16ull << 20,
-          nb::arg("rdma_pairs_max") = 1024, nb::keep_alive<1, 2>())
+          nb::arg("rdma_pairs_max") = 1024, nb::arg("rdma_traffic_class") = 0, nb::arg("rdma_gid_index") = verbs::ANY_GID, nb::keep_alive<1, 2>())
       .def_prop_ro("port", &Server::port)
       .def_prop_ro("boot_id", &Server::boot_id)
       .def_prop_ro("io", [](Server& s) { return s.io(); })

@@ -14,6 +14,7 @@
 #include "server_arena.hpp"
 #include "server_shared.hpp"
 #include "store.hpp"
+#include "verbs_route.hpp"
 
 namespace kv {
 
@@ -26,6 +27,7 @@ struct ServerConfig : FrontConfig {
   uint64_t read_arena_bytes = 32ull << 20;        // direct engine: reads in flight or not yet sent
   uint64_t read_cache_bytes = 64ull << 20;        // direct engine: what was read twice
   std::string rdma_device = "off";                // or "auto", or a name
+  verbs::Route rdma_route;
   uint64_t rdma_pool_bytes = 16ull << 20;         // registered: through it goes what lies outside the direct engine's memory
   uint32_t rdma_pairs_max = 1024;                 // queue pairs; past it BUSY, and the client stays on TCP
   uint32_t read_depth = 8;                        // direct engine: reads at the disk at once
@@ -35,9 +37,6 @@ class ReadService;
 class SmallLoop;
 class BulkLoop;
 class VerbsServer;
-namespace verbs {
-class Fault;
-}
 
 // What all threads of a server share. Nothing in it changes after start but the atomics.
 struct ServerShared : FrontShared {
@@ -69,7 +68,6 @@ class Server {
   void stop();   // closes every connection, ends the threads; harmless twice
 
  private:
-  void drop_verbs(const verbs::Fault& why);
   ServerShared shared_;
   uint16_t port_ = 0;
   std::string io_, io_note_, rdma_note_;

@@ -1,23 +1,20 @@
 // Bounded, page-aligned buffers on huge pages: what a WRITE is received into and what a direct read lands in.
 //
-// One address range reserved at start; memory becomes resident only as it is used, lowest addresses first, so a quiet daemon stays
-// small. (tried: O_DIRECT from 4 KiB pages is 30% slower than from huge ones.) take() never waits: an empty buffer means "limit reached".
+// One address range reserved at start; unless a device is to know it, memory becomes resident only as it is used, lowest addresses first,
+// so a quiet daemon stays small. (tried: O_DIRECT from 4 KiB pages is 30% slower than from huge ones.) take() never waits: an empty buffer means "limit reached".
 #pragma once
-#include <sys/mman.h>
-
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <new>
 #include <utility>
 
-#include "common.hpp"
+#include "pages.hpp"
 
 namespace kv {
 
 class Arena {
  public:
-  static constexpr uint64_t GRAIN_BYTES = 64 << 10, HUGE_BYTES = 2 << 20, KEPT_BYTES = 8 << 20;
+  static constexpr uint64_t GRAIN_BYTES = 64 << 10, KEPT_BYTES = 8 << 20;
 
   class Buffer {
    public:
@@ -34,7 +31,7 @@ class Arena {
       if (arena_) arena_->give_back(at_, bytes_);
     }
     explicit operator bool() const { return arena_; }
-    uint8_t* data() const { return arena_->base_ + at_; }
+    uint8_t* data() const { return arena_->base() + at_; }
     uint64_t bytes() const { return arena_ ? bytes_ : 0; }
 
    private:
@@ -42,15 +39,7 @@ class Arena {
     uint64_t at_ = 0, bytes_ = 0;
   };
 
-  explicit Arena(uint64_t bytes) : bytes_(align_up(bytes, HUGE_BYTES)) {
-    void* p = mmap(nullptr, bytes_ + HUGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
-    mapped_ = static_cast<uint8_t*>(p);
-    base_ = reinterpret_cast<uint8_t*>(align_up(reinterpret_cast<uint64_t>(mapped_), HUGE_BYTES));
-    madvise(base_, bytes_, MADV_HUGEPAGE);   // a wish: plain pages work too
-    free_[0] = bytes_;
-  }
-  ~Arena() { munmap(mapped_, bytes_ + HUGE_BYTES); }
+  explicit Arena(uint64_t bytes, Pages::Use use = Pages::Use::AS_USED) : pages_(bytes, use) { free_[0] = pages_.bytes(); }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
@@ -72,15 +61,15 @@ class Arena {
   void trim() {
     std::lock_guard lock(mutex_);
     if (used_ || touched_ <= KEPT_BYTES) return;
-    madvise(base_ + KEPT_BYTES, touched_ - KEPT_BYTES, MADV_DONTNEED);
+    madvise(base() + KEPT_BYTES, touched_ - KEPT_BYTES, MADV_DONTNEED);
     touched_ = KEPT_BYTES;
   }
   uint64_t used_bytes() const {
     std::lock_guard lock(mutex_);
     return used_;
   }
-  uint64_t capacity_bytes() const { return bytes_; }
-  uint8_t* base() const { return base_; }
+  uint64_t capacity_bytes() const { return pages_.bytes(); }
+  uint8_t* base() const { return pages_.data(); }
 
  private:
   void give_back(uint64_t at, uint64_t bytes) {
@@ -103,9 +92,8 @@ class Arena {
 
   mutable std::mutex mutex_;
   std::map<uint64_t, uint64_t> free_;   // offset -> bytes; neighbours merged
-  uint64_t bytes_ = 0, used_ = 0, touched_ = 0;
-  uint8_t* mapped_ = nullptr;
-  uint8_t* base_ = nullptr;
+  uint64_t used_ = 0, touched_ = 0;
+  const Pages pages_;
 };
 
 }  // namespace kv

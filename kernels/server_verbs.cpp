@@ -21,7 +21,7 @@ constexpr uint64_t FLYING_BYTES_MAX = 2 << 20;  // of one connection: a rack's b
 }  // namespace
 
 VerbsServer::VerbsServer(const ServerConfig& config)
-    : device(verbs::Device::open(config.rdma_device)),
+    : device(verbs::Device::open(config.rdma_device, config.rdma_route)),
       pool_bytes(std::max(config.rdma_pool_bytes / config.bulk_threads, 4 * CHUNK_BYTES)),
       pairs_max(config.rdma_pairs_max) {}
 
@@ -80,7 +80,7 @@ std::string host_of(int fd) {
 }  // namespace
 
 void BulkLoop::share_pool() {
-  pool_ = std::make_unique<Arena>(shared_.verbs->pool_bytes);
+  pool_ = std::make_unique<Arena>(shared_.verbs->pool_bytes, Pages::Use::PINNED);
   shared_.verbs->share(*pool_);
 }
 

@@ -1,17 +1,14 @@
 // libibverbs: devices, memory, queue pairs. See verbs.hpp; landing zones are in verbs_zone.cpp.
 #include "verbs.hpp"
 
-#include <arpa/inet.h>
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <new>
 
 #include "verbs_library.hpp"
 
@@ -80,15 +77,16 @@ int rank(const ibv_gid_entry& e) {
   return 1;
 }
 
-bool best_gid(const Library& lib, ibv_context* context, uint8_t port, ibv_gid_entry& best) {
+bool best_gid(const Library& lib, ibv_context* context, uint8_t port, int index, ibv_gid_entry& best) {
   std::vector<ibv_gid_entry> all(1024);
   const ssize_t n = lib.query_gid_table(context, all.data(), all.size(), 0, sizeof(ibv_gid_entry));
   int found = 0;
-  for (ssize_t i = 0; i < n; i++)
-    if (all[size_t(i)].port_num == port && all[size_t(i)].gid_index < 256 && rank(all[size_t(i)]) > found) {
-      best = all[size_t(i)];
-      found = rank(best);
-    }
+  for (ssize_t i = 0; i < n; i++) {
+    const ibv_gid_entry& each = all[size_t(i)];
+    if (each.port_num != port || each.gid_index > 255 || (index != ANY_GID && each.gid_index != uint32_t(index)) || rank(each) <= found) continue;
+    best = each;
+    found = rank(best);
+  }
   return found > 0;
 }
 
@@ -113,48 +111,14 @@ const Library& library() {
   return lib;
 }
 
-std::vector<PortInfo> ports() {
-  const Library& lib = library();
-  std::vector<PortInfo> out;
-  DeviceList devices(lib);
-  for (int i = 0; i < devices.count; i++) {
-    ibv_context* context = lib.open_device(devices.list[i]);
-    if (!context) continue;
-    ibv_device_attr attr{};
-    lib.query_device(context, &attr);
-    for (uint32_t p = 1; p <= attr.phys_port_cnt; p++) {
-      PortInfo info;
-      ibv_port_attr port;
-      ibv_gid_entry gid{};
-      info.device = devices.list[i]->name;
-      info.port = p;
-      info.windows = has_windows(attr);
-      info.software = is_software(attr);
-      if (query_port(context, uint8_t(p), port)) {
-        static constexpr const char* STATES[] = {"nop", "down", "init", "armed", "active", "active-defer"};
-        info.state = port.state <= IBV_PORT_ACTIVE_DEFER ? STATES[port.state] : "unknown";
-        info.link = port.link_layer == IBV_LINK_LAYER_ETHERNET ? "ethernet" : "infiniband";
-        info.mtu_bytes = 128u << port.active_mtu;
-      }
-      if (best_gid(lib, context, uint8_t(p), gid)) {
-        char text[INET6_ADDRSTRLEN];
-        info.gid = inet_ntop(AF_INET6, gid.gid.raw, text, sizeof text) ? text : "";
-        info.gid_type = gid.gid_type == IBV_GID_TYPE_ROCE_V2 ? "RoCE v2" : gid.gid_type == IBV_GID_TYPE_ROCE_V1 ? "RoCE v1" : "InfiniBand";
-      }
-      info.usable = info.state == "active" && !info.gid.empty() && devices.list[i]->transport_type == IBV_TRANSPORT_IB;
-      out.push_back(std::move(info));
-    }
-    lib.close_device(context);
-  }
-  return out;
-}
-
 // --- Device ---
 
-std::shared_ptr<Device> Device::open(const std::string& name) {
+std::shared_ptr<Device> Device::open(const std::string& name, const Route& route) {
   const Library& lib = library();
   DeviceList devices(lib);
   std::string seen;   // why each was passed over
+  bool lacks_gid = false;
+  const std::string gid_text = route.gid_index == ANY_GID ? "address" : "GID " + std::to_string(route.gid_index);
   auto pass = [&seen](const char* device, const std::string& why) { seen += (seen.empty() ? "" : ", ") + std::string(device) + " " + why; };
   for (int i = 0; i < devices.count; i++) {
     ibv_device* candidate = devices.list[i];
@@ -177,15 +141,21 @@ std::shared_ptr<Device> Device::open(const std::string& name) {
     ibv_port_attr port{};
     ibv_gid_entry gid{};
     uint32_t p = 1;
-    for (; p <= attr.phys_port_cnt; p++)
-      if (query_port(device->context, uint8_t(p), port) && port.state == IBV_PORT_ACTIVE && best_gid(lib, device->context, uint8_t(p), gid)) break;
+    bool active = false;
+    for (; p <= attr.phys_port_cnt; p++) {
+      if (!query_port(device->context, uint8_t(p), port) || port.state != IBV_PORT_ACTIVE) continue;
+      active = true;
+      if (best_gid(lib, device->context, uint8_t(p), route.gid_index, gid)) break;
+    }
     if (p > attr.phys_port_cnt) {
-      pass(candidate->name, "has no active port with an address");
+      lacks_gid |= active && route.gid_index != ANY_GID;
+      pass(candidate->name, active ? "has no " + gid_text + " on an active port" : "has no active port");
       continue;
     }
     device->name = candidate->name;
     device->port = uint8_t(p);
     device->gid_index = uint8_t(gid.gid_index);
+    device->traffic_class = route.traffic_class;
     std::copy(std::begin(gid.gid.raw), std::end(gid.gid.raw), device->gid.begin());
     device->lid = port.link_layer == IBV_LINK_LAYER_ETHERNET ? 0 : port.lid;
     device->mtu = port.active_mtu;
@@ -203,6 +173,7 @@ std::shared_ptr<Device> Device::open(const std::string& name) {
     fcntl(device->context->async_fd, F_SETFL, fcntl(device->context->async_fd, F_GETFL) | O_NONBLOCK);
     return device;
   }
+  if (lacks_gid) throw Fault("E149", "RDMA GID index " + std::to_string(route.gid_index), seen, "kvstore doctor lists GIDs; auto chooses one");
   const bool any = name == "auto";
   const std::string none = any ? "this host has no device" : "there is no such device";
   const char* fix = "kvstore doctor lists devices; for TCP: transport tcp, of a node --rdma-device off";
@@ -214,29 +185,6 @@ Device::~Device() {
   if (pd) lib.dealloc_pd(pd);
   if (context) lib.close_device(context);
 }
-
-// --- Memory ---
-
-namespace {
-constexpr uint64_t HUGE_BYTES = 2 << 20;
-}
-
-Memory::Memory(uint64_t bytes) : bytes_(align_up(std::max<uint64_t>(bytes, 1), HUGE_BYTES)) {
-  mapped_bytes_ = bytes_;
-  void* p = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0);
-  huge_ = p != MAP_FAILED;
-  if (!huge_) {
-    mapped_bytes_ = bytes_ + HUGE_BYTES;
-    p = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
-  }
-  mapped_ = static_cast<uint8_t*>(p);
-  at_ = reinterpret_cast<uint8_t*>(align_up(reinterpret_cast<uint64_t>(mapped_), HUGE_BYTES));
-  if (!huge_) madvise(at_, bytes_, MADV_HUGEPAGE);   // a wish
-  madvise(at_, bytes_, MADV_DONTFORK);               // a forked child must not make the parent copy pages that a device writes to
-}
-
-Memory::~Memory() { munmap(mapped_, mapped_bytes_); }
 
 // --- Region ---
 
@@ -299,7 +247,7 @@ bool valid_peer(const wire::VerbsOpen& p, bool zone) {
 }
 
 Endpoint::Endpoint(std::shared_ptr<Device> device, const Depths& d, int access, ibv_pd* pd)
-    : depths{std::min(d.sends, device->wr_max), std::min(d.receives, device->wr_max), std::min(d.send_sges, device->sge_max), d.inline_bytes},
+    : depths{std::min(d.sends, device->wr_max), std::min(d.receives, device->wr_max), std::min(d.send_sges, device->sge_max)},
       device_(std::move(device)),
       access_(access) {
   const Library& lib = library();
@@ -326,10 +274,8 @@ Endpoint::Endpoint(std::shared_ptr<Device> device, const Depths& d, int access, 
   init.cap.max_recv_wr = std::max(depths.receives, 1u);
   init.cap.max_send_sge = depths.send_sges;
   init.cap.max_recv_sge = 1;
-  init.cap.max_inline_data = depths.inline_bytes;
   qp_ = lib.create_qp(pd ? pd : device_->pd, &init);
   need(qp_, "queue pair");
-  inline_bytes_ = init.cap.max_inline_data;
   device_->queue_pairs++;
   ibv_qp_attr attr{};
   attr.qp_state = IBV_QPS_INIT;
@@ -363,6 +309,7 @@ bool Endpoint::connect(const wire::VerbsOpen& peer, std::string& why) {
   std::copy(std::begin(peer.gid), std::end(peer.gid), attr.ah_attr.grh.dgid.raw);
   attr.ah_attr.grh.sgid_index = device_->gid_index;
   attr.ah_attr.grh.hop_limit = 64;
+  attr.ah_attr.grh.traffic_class = device_->traffic_class;
   attr.ah_attr.dlid = peer.lid;
   attr.ah_attr.port_num = device_->port;
   int error = lib.modify_qp(qp_, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |

@@ -1,7 +1,6 @@
 // RDMA for both ends of a bulk connection: docs/PROTOCOL.md (RDMA) is the text. libibverbs is opened at run time; hosts without it use TCP.
 //
 //   Device      one port of one device: its address (GID), protection domain, what it can do
-//   Memory      pages to register: huge where there are some, kept from forked children
 //   Region      memory registered with a device (pinned)
 //   Endpoint    a reliable queue pair with its completion queue and channel; nothing of it waits but the constructor, connect() and reset()
 //   ZonePool    registered memory, cut into landing zones
@@ -27,17 +26,21 @@
 #include <unordered_map>
 #include <vector>
 
+#include "pages.hpp"
+#include "verbs_route.hpp"
 #include "wire.hpp"
 
 namespace kv::verbs {
 
-// Why RDMA could not be had; `code` is one of docs/RDMA.md: E145 no library, E146 no device, E147 locked memory, E148 the device refuses.
+// Why RDMA could not be had; `code` is one of docs/RDMA.md: E145 no library, E146 no device, E147 locked memory, E148 the device refuses,
+// E149 no GID of the index that was asked for.
 class Fault final : public std::exception {
  public:
   Fault(const char* c, std::string where, std::string why, std::string mend = "");
   const char* what() const noexcept override { return text_.c_str(); }   // one line
   const char* const code;
   const std::string place, cause, fix;
+  bool of_setting() const { return std::string_view(code) == "E149"; }   // no other host or moment would mend it: told even where TCP would do
 
  private:
   std::string text_;
@@ -46,23 +49,16 @@ class Fault final : public std::exception {
 struct Library;   // verbs.cpp: functions of libibverbs
 const Library& library();   // E145 where it cannot be opened; any thread
 
-struct PortInfo {   // what `kvstore doctor` prints
-  std::string device, state, gid, gid_type, link;
-  uint32_t port = 0, mtu_bytes = 0;
-  bool usable = false, windows = false, software = false;
-};
-std::vector<PortInfo> ports();   // of all devices that can be opened; E145
-
 class Device {
  public:
-  // "auto": the first with an active port. E145, E146.
-  static std::shared_ptr<Device> open(const std::string& name);
+  // "auto": the first with an active port and such a GID. E145, E146, E149.
+  static std::shared_ptr<Device> open(const std::string& name, const Route& route = {});
   ~Device();
   Device(const Device&) = delete;
 
   std::string name;
   uint8_t port = 1;
-  uint8_t gid_index = 0;
+  uint8_t gid_index = 0, traffic_class = 0;
   std::array<uint8_t, 16> gid{};
   uint16_t lid = 0;
   ibv_mtu mtu = IBV_MTU_1024;
@@ -76,22 +72,6 @@ class Device {
 
  private:
   Device() = default;
-};
-
-class Memory {
- public:
-  explicit Memory(uint64_t bytes);   // std::bad_alloc
-  ~Memory();
-  Memory(const Memory&) = delete;
-  uint8_t* data() const { return at_; }
-  uint64_t bytes() const { return bytes_; }
-  bool huge() const { return huge_; }   // of the reserved kind; else transparent ones are wished for
-
- private:
-  uint8_t* mapped_ = nullptr;
-  uint8_t* at_ = nullptr;
-  uint64_t bytes_ = 0, mapped_bytes_ = 0;
-  bool huge_ = false;
 };
 
 // A part of a dma-buf: `bytes` from `offset` on, which work requests and peers call by `address`. Both have one place within a page.
@@ -120,7 +100,7 @@ class Region {
 // Fields in range, reserved ones zero. `zone`: those of the landing zone, as in a request; else they have to be zero.
 bool valid_peer(const wire::VerbsOpen& peer, bool zone);
 
-struct Depths { uint32_t sends, receives, send_sges = 1, inline_bytes = 0; };   // inline_bytes: a wish, see Endpoint::inline_bytes
+struct Depths { uint32_t sends, receives, send_sges = 1; };
 
 class Endpoint {
  public:
@@ -140,7 +120,6 @@ class Endpoint {
   bool post_send(ibv_send_wr* chain);  // false: the queue is full or broken, and some of the chain may be posted
   bool reset();                        // nothing is sent or taken any more. False: the device refuses. Idempotent
   ibv_qp* qp() const { return qp_; }
-  uint32_t inline_bytes() const { return inline_bytes_; }
   const Depths depths;
 
  private:
@@ -149,7 +128,7 @@ class Endpoint {
   ibv_comp_channel* channel_ = nullptr;
   ibv_cq* cq_ = nullptr;
   ibv_qp* qp_ = nullptr;
-  uint32_t psn_ = 0, inline_bytes_ = 0;
+  uint32_t psn_ = 0;
   int access_ = 0;
   bool reset_ = false, reset_fine_ = false;
 };
@@ -159,7 +138,7 @@ class ZonePool : public std::enable_shared_from_this<ZonePool> {
  public:
   // At most `bytes_max`, but one zone in any case. Nothing is registered yet.
   ZonePool(std::shared_ptr<Device> device, uint64_t zone_bytes, uint64_t bytes_max, bool windows);
-  void prepare();          // registers the first slab. E147, E148
+  void prepare();          // registers the first slab; without windows for a moment, to see that it can be. E147, E148
   struct Zone { uint8_t* at = nullptr; Region* region = nullptr; };   // region: null without windows
   bool take(Zone& zone);   // false: all in use. E147, E148
   void give(const Zone& zone);
@@ -169,7 +148,7 @@ class ZonePool : public std::enable_shared_from_this<ZonePool> {
 
  private:
   void grow_locked();
-  struct Slab { std::unique_ptr<Memory> memory; std::unique_ptr<Region> region; };
+  struct Slab { std::unique_ptr<Pages> memory; std::unique_ptr<Region> region; };
   const uint64_t zones_max_;
   std::mutex mutex_;
   std::vector<Slab> slabs_;

@@ -19,13 +19,15 @@ ZonePool::ZonePool(std::shared_ptr<Device> d, uint64_t bytes, uint64_t bytes_max
 
 void ZonePool::prepare() {
   std::lock_guard lock(mutex_);
-  if (!zones_) grow_locked();
+  if (zones_) return;
+  grow_locked();
+  if (!windows) Region(device, slabs_[0].memory->data(), zones_ * zone_bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 }
 
 void ZonePool::grow_locked() {
   const uint64_t zones = std::min(std::clamp<uint64_t>(SLAB_BYTES_MAX / zone_bytes, 1, SLAB_ZONES_MAX), zones_max_ - zones_);
   Slab slab;
-  slab.memory = std::make_unique<Memory>(zones * zone_bytes);
+  slab.memory = std::make_unique<Pages>(zones * zone_bytes, Pages::Use::PINNED);
   // Without windows each zone is registered by itself, in a protection domain of its connection's (Landing::create).
   if (windows) slab.region = std::make_unique<Region>(device, slab.memory->data(), zones * zone_bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
   for (uint64_t i = zones; i-- > 0;) free_.push_back({slab.memory->data() + i * zone_bytes, slab.region.get()});

@@ -17,6 +17,8 @@ Unknown keys and bad values are errors, never silently a default. Data, state an
     port        KVSTORE_PORT        --port       0 to 65000      7400     (up: the first of its ports)
     mover       KVSTORE_MOVER       --mover      a mover     auto     (engine serve: how blocks come into device memory; docs/RDMA.md)
     transport   KVSTORE_TRANSPORT   --transport  auto/tcp/rdma  auto      (put, get, replay, agent, engine serve: how reads move)
+    rdma_traffic_class  KVSTORE_RDMA_TRAFFIC_CLASS  --rdma-traffic-class  0 to 255  0     (node; clients that put, get, ... make)
+    rdma_gid_index      KVSTORE_RDMA_GID_INDEX      --rdma-gid-index      auto, 0 to 255  auto  (likewise)
     class       KVSTORE_CLASS       --class      name            chat     (put: retention class)
     [owners.*]                      --owner      tables          none     (node, up: floors and caps, kvstore/owners.py)
 """
@@ -65,6 +67,19 @@ def _integer(low: int, high: int) -> Callable[[Any], int]:
     return parse
 
 
+parse_traffic_class: Final = _integer(0, 255)
+
+
+def parse_gid_index(value: Any) -> int:
+    """-1 for "auto": the one that kernels/verbs.cpp ranks first."""
+    if value == "auto":
+        return -1
+    try:
+        return _integer(0, 255)(value)
+    except ConfigError as error:
+        raise ConfigError(error.code, error.what, fix="write auto, or a whole number from 0 to 255") from None
+
+
 def _one_of(*names: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in names:
@@ -101,6 +116,8 @@ _SETTINGS: Final[dict[str, tuple[Callable[[Any], Any], Any]]] = {
     "port": (_integer(0, 65_000), 7400),
     "mover": (_one_of("auto", "cpu", "cuda", "cuda-kernel", "loopback"), "auto"),
     "transport": (_one_of("auto", "tcp", "rdma"), "auto"),
+    "rdma_traffic_class": (parse_traffic_class, 0),
+    "rdma_gid_index": (parse_gid_index, -1),
     "class": (_name, "chat"),
 }
 _OTHER_VARIABLES: Final = frozenset({"KVSTORE_CONFIG", "KVSTORE_RDMA_DEVICE"})
@@ -147,12 +164,20 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] | None = 
         table.done()
     for name, (parse, _) in _SETTINGS.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
-        if text := environ.get(variable):
-            values[name] = Value(_parsed(parse, text, f'{variable} is "{text}"'), variable)
+        if environ.get(variable):
+            values[name] = Value(of_environment(name, environ), variable)
         if (flag := flags.get(name)) is not None:
-            typed = f"--{name.replace('_', '-')}"
-            values[name] = Value(_parsed(parse, flag, f'{typed} "{flag}" not understood'), typed)
+            spelt = f"--{name.replace('_', '-')}"
+            values[name] = Value(_parsed(parse, flag, f'{spelt} "{flag}" not understood'), spelt)
     return Settings(values, path, tuple(_strangers(environ)), tuple(owners))
+
+
+def of_environment(name: str, environ: Mapping[str, str] | None = None) -> Any:
+    """What the setting's variable says, else its default: for who has no command line. Raises ConfigError with the variable's name."""
+    parse, default = _SETTINGS[name]
+    variable = ENVIRONMENT_PREFIX + name.upper()
+    text = (os.environ if environ is None else environ).get(variable)
+    return _parsed(parse, text, f'{variable} is "{text}"') if text else default
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any, what: str) -> Any:

@@ -18,12 +18,15 @@ import pytest
 from cli_tool import ROOT, Cli
 from server_tools import until
 
+from kvstore.cli import up
 from kvstore.cli.codes import ERRORS, HEALTH, RANGES
+from kvstore.cli.flags import fabric_of
 from kvstore.cli.main import COMMANDS, main
 from kvstore.cli.misses import MISSES
 from kvstore.config import load_settings
 from kvstore.errors import ConfigError
 from kvstore.metrics import MISS_REASONS
+from kvstore.server.config import NodeConfig
 from kvstore.units import format_seconds
 from kvstore.version import described
 
@@ -153,6 +156,25 @@ def test_a_bad_flag_or_variable_names_itself(cli: Cli) -> None:
     assert ran.code == 0 and "did you mean KVSTORE_TIMEOUT?" in ran.stderr
     with pytest.raises(ConfigError):
         load_settings({"nodes": "12x"}, {})
+
+
+def test_what_is_said_of_rdma_reaches_nodes_and_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flag, variable and file of `node`; of a client's command; of `up`, which passes it on."""
+    file = tmp_path / "c.toml"
+    file.write_text('rdma_traffic_class = 104\nrdma_gid_index = "auto"\n')
+    environ = {"KVSTORE_CONFIG": str(file), "KVSTORE_RDMA_GID_INDEX": "3"}
+    settings = load_settings({}, environ)
+    assert fabric_of(settings) == {"rdma_traffic_class": 104, "rdma_gid_index": 3}
+    assert up._fabric(settings) == ["--rdma-traffic-class", "104", "--rdma-gid-index", "3"]
+    assert up._fabric(load_settings({}, {"HOME": "/nowhere"})) == []
+    assert up._fabric(load_settings({}, {"KVSTORE_CONFIG": str(file)})) == ["--rdma-traffic-class", "104", "--rdma-gid-index", "auto"]
+    ran: list[NodeConfig] = []
+    monkeypatch.setattr("kvstore.server.node.run_node", lambda config: ran.append(config) or 0)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    for flags in ([], ["--rdma-traffic-class", "8"]):
+        assert main(["node", "--data", str(tmp_path), *flags]) == 0
+    assert [(config.rdma_traffic_class, config.rdma_gid_index) for config in ran] == [(104, 3), (8, 3)]
 
 
 OF_ANOTHER_MEANING = {  # flags that are named like a setting, and are not it

@@ -20,6 +20,8 @@ NO_DEVICE = "none-of-these"
         {"transport": "ib"}, {"rdma_device": "a b"}, {"rdma_device": 3},
         {"rdma_pool_bytes": 1 << 20, "rdma_zone_bytes": 4 << 20}, {"rdma_pool_bytes": 1 << 80},
         {"rdma_pool_bytes": 1.5e9}, {"rdma_zone_bytes": 4.5e6},
+        {"rdma_traffic_class": 256}, {"rdma_traffic_class": -1}, {"rdma_traffic_class": 1.5},
+        {"rdma_gid_index": -2}, {"rdma_gid_index": 256},
     ],
     ids=str,
 )  # fmt: skip
@@ -32,6 +34,15 @@ def test_the_environment_chooses_where_nobody_else_does(monkeypatch: pytest.Monk
     monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
     monkeypatch.setenv("KVSTORE_RDMA_DEVICE", "mlx5_3")
     assert (ClientConfig().transport, ClientConfig().rdma_device) == ("tcp", "mlx5_3")
+    monkeypatch.setenv("KVSTORE_RDMA_TRAFFIC_CLASS", "104")
+    monkeypatch.setenv("KVSTORE_RDMA_GID_INDEX", "3")
+    assert (ClientConfig().rdma_traffic_class, ClientConfig().rdma_gid_index) == (104, 3)
+    monkeypatch.setenv("KVSTORE_RDMA_GID_INDEX", "auto")
+    assert ClientConfig().rdma_gid_index == -1
+    monkeypatch.setenv("KVSTORE_RDMA_TRAFFIC_CLASS", "256")
+    with pytest.raises(ConfigError, match=r'E131.*KVSTORE_RDMA_TRAFFIC_CLASS is "256"'):
+        ClientConfig()
+    monkeypatch.delenv("KVSTORE_RDMA_TRAFFIC_CLASS")
     assert ClientConfig(transport="auto").transport == "auto"
     monkeypatch.setenv("KVSTORE_TRANSPORT", "")
     assert ClientConfig().transport == "auto"

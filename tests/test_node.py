@@ -225,6 +225,8 @@ def test_a_full_disk_at_the_start_is_one_line_with_its_fix(tmp_path: Path) -> No
         (["--bulk-threads", "0"], ["E121", "bulk_threads is 0"]),
         (["--port", "70000"], ["E121", "port is 70000"]),
         (["--rdma-memory", "1025KiB"], ["E121", "--rdma-memory", "is 1025KiB", "give 4MiB to 1TiB"]),
+        (["--rdma-traffic-class", "256"], ["E131", '--rdma-traffic-class "256"', "0 to 255"]),
+        (["--rdma-gid-index", "many"], ["E131", '--rdma-gid-index "many"', "auto, or a whole number from 0 to 255"]),
         (["--rdma-connections", "0"], ["E121", "--rdma-connections", "is 0", "give 1 to 1000000"]),
         (["--port", "4000", "--admin-port", "4000"], ["E121", "two are the same"]),
         (["--host", "no-such-address"], ["no-such-address"]),
@@ -257,7 +259,15 @@ def test_a_directory_is_served_by_its_own_node_only(tmp_path: Path) -> None:
 
 
 def test_a_config_out_of_range_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
-    for fields in ({"io": "fast"}, {"read_depth": 0}, {"write_arena_bytes": 1}, {"progress_timeout_seconds": 0.0}, {"port": -1}):
+    for fields in (
+        {"io": "fast"},
+        {"read_depth": 0},
+        {"write_arena_bytes": 1},
+        {"progress_timeout_seconds": 0.0},
+        {"port": -1},
+        {"rdma_traffic_class": 256},
+        {"rdma_gid_index": -2},
+    ):
         with pytest.raises(ConfigError, match="E121"):
             NodeConfig(tmp_path, **fields)  # type: ignore[arg-type]  # fields vary by case
 

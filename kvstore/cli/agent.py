@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.cluster import map_path
-from kvstore.cli.flags import add_log_level, add_transport, follow_log_level
+from kvstore.cli.flags import add_log_level, add_transport, fabric_of, follow_log_level
 from kvstore.cli.output import Output
 from kvstore.config import xdg
 from kvstore.errors import ConfigError, KvstoreError, UsageError
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
     follow_log_level(args)
     given: dict[str, Any] = {"map_path": map_path(args), "socket_path": path, "directories": tuple(args.directory)}
-    given["transport"] = args.settings["transport"]
+    given |= {"transport": args.settings["transport"], "fabric": fabric_of(args.settings)}
     for flag, (field, convert) in _FLAGS.items():
         if (value := getattr(args, flag)) is not None:
             given[field] = _converted(flag, value, convert)

@@ -231,6 +231,7 @@ ERRORS: Final = {
     "E123": ErrorCode("a disk is full", (), "free space on it, or name another disk with --data"),
     "E145": ErrorCode("the library of RDMA cannot be used", ("no libibverbs1 here", "it is too old"), "install it; or --transport tcp"),
     "E146": ErrorCode("there is no RDMA device to use", ("none", "its port is down", "another name"), "kvstore doctor; or --transport tcp"),
+    "E149": ErrorCode("no RDMA device has a GID of that index", ("the setting of another host",), "kvstore doctor lists them; or auto"),
     "E150": ErrorCode("a client's setting is out of range", (), "the message names the range; see kvstore/client/config.py"),
     "E152": ErrorCode("the folder of an access log cannot be used", ("no right to write", "its salt is damaged"), "name another folder"),
     "E151": ErrorCode("a command needs the sources", ("an installed package",), "run it in a checkout"),

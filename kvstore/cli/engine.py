@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.cluster import ask_nodes, require_some
-from kvstore.cli.flags import add_transport
+from kvstore.cli.flags import add_transport, fabric_of
 from kvstore.cli.output import Output
 from kvstore.cli.up import K, M, check_erasable, check_room, short_path, stop_on_signals
 from kvstore.clustermap import ClusterMap
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         out.step("ok", "model", f"{model_name}, weights {weights}{_noise(weights)}, {time.monotonic() - began:.1f} s")
         config = ServeConfig(
             queue_max=queue, directories=tuple(args.window_directory), audit_every=audit, access_log=args.access_log,
-            mover=args.settings["mover"], transport=args.settings["transport"],
+            mover=args.settings["mover"], transport=args.settings["transport"], fabric=fabric_of(args.settings),
         )  # fmt: skip
         cluster_map, map_path, cluster = _cluster(args, out, stack, nodes)
         url = stack.enter_context(serving(model, weights, cluster_map, listening, config))

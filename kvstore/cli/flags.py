@@ -1,10 +1,13 @@
-"""Flags that several commands have alike."""
+"""Flags and settings that several commands have alike."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any, Final
 
-from kvstore.config import LOG_LEVELS, load_settings
+from kvstore.config import LOG_LEVELS, Settings, load_settings
+
+FABRIC: Final = ("rdma_traffic_class", "rdma_gid_index")
 
 
 def add_transport(parser: argparse.ArgumentParser) -> None:
@@ -25,3 +28,8 @@ def follow_log_level(args: argparse.Namespace) -> None:
 
     given = {"log_level": args.log_level, "config": getattr(args, "config", None)}
     follow_level(lambda: str(load_settings(given)["log_level"]))
+
+
+def fabric_of(settings: Settings) -> dict[str, Any]:
+    """The settings of this host's RDMA, as fields of ClientConfig and of NodeConfig."""
+    return {name: settings[name] for name in FABRIC}

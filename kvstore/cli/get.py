@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.cli.blocks import WINDOW_BYTES, Handle, handle_path, handles_directory
 from kvstore.cli.cluster import find_map, why_short
-from kvstore.cli.flags import add_transport
+from kvstore.cli.flags import add_transport, fabric_of
 from kvstore.cli.output import Output
 from kvstore.cli.signals import interrupted_by_signals
 from kvstore.clustermap import ClusterMap
@@ -110,7 +110,7 @@ def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argpar
     timeout = args.settings["timeout"]
     whole, left, decoded = hashlib.blake2b(digest_size=32), handle.file_bytes, 0
     ticket, looked = None, 0.0
-    config = ClientConfig(transport=args.settings["transport"])
+    config = ClientConfig(transport=args.settings["transport"], **fabric_of(args.settings))
     with Client(cluster_map, layout=handle.layout, config=config) as client, args.out.progress("get", total, unit="blocks") as bar:
         for at in range(0, total, step):
             if ticket is None or time.monotonic() - looked > TICKET_SECONDS:

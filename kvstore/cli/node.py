@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
-from kvstore.cli.flags import add_log_level, follow_log_level
+from kvstore.cli.flags import FABRIC, add_log_level, fabric_of, follow_log_level
 from kvstore.server.config import add_node_arguments, config_from_args
 
 
@@ -23,7 +24,7 @@ examples:
     )
     add_node_arguments(parser, map_argument=False)
     add_log_level(parser)
-    parser.set_defaults(settings_flags=("log_level",))
+    parser.set_defaults(settings_flags=("log_level", *FABRIC))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,4 +33,5 @@ def run(args: argparse.Namespace) -> int:
     path = args.settings["map"]
     args.map = None if path is None else str(path)
     follow_log_level(args)
-    return run_node(config_from_args(args, args.settings.owners))
+    config = config_from_args(args, args.settings.owners)
+    return run_node(replace(config, **fabric_of(args.settings)))

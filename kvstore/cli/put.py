@@ -14,7 +14,7 @@ from typing import IO, Any, Final, cast
 
 from kvstore.cli.blocks import Handle, handle_path, scan, windows
 from kvstore.cli.cluster import find_map, why_short
-from kvstore.cli.flags import add_transport
+from kvstore.cli.flags import add_transport, fabric_of
 from kvstore.cli.output import Output
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import InputError, Refused, StorageError
@@ -97,7 +97,7 @@ def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: 
         return 0, 0
     timeout = args.settings["timeout"]
     stored = degraded = 0
-    told = ClientConfig(ask_first=False, transport=args.settings["transport"])  # somebody wants it stored
+    told = ClientConfig(ask_first=False, transport=args.settings["transport"], **fabric_of(args.settings))  # somebody wants it stored
     with Client(cluster_map, layout=handle.layout, config=told) as client, args.out.progress("put", len(keys), unit="blocks") as bar:
         there = client.lookup(keys, retention_class=retention, deadline_seconds=timeout).hit_blocks
         bar.advance(there)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.cli.flags import add_transport
+from kvstore.cli.flags import add_transport, fabric_of
 from kvstore.cli.output import Output
 from kvstore.cli.signals import interrupted_by_signals
 from kvstore.clustermap import ClusterMap, Rules
@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             metrics_port=args.serve_metrics,
             transport=args.settings["transport"],
             reach_seconds=args.settings["timeout"],
+            fabric=fabric_of(args.settings),
         )
         if args.serve_metrics is not None:
             with port_fault(HOST, args.serve_metrics, "--serve-metrics"):

@@ -17,8 +17,10 @@ from kvstore.cli.cluster import default_directory
 from kvstore.cli.dashboard import HOST as DASHBOARD_HOST
 from kvstore.cli.dashboard import PORT as DASHBOARD_PORT
 from kvstore.cli.dashboard import port_of, served
+from kvstore.cli.flags import fabric_of
 from kvstore.cli.output import Output
 from kvstore.clustermap import Rules
+from kvstore.config import Settings
 from kvstore.errors import Unreachable, UsageError
 from kvstore.live.collector import Collector
 from kvstore.placement import Placement
@@ -122,7 +124,7 @@ def _cluster(args: argparse.Namespace, directory: Path) -> LocalCluster:
         m=M,
         rules=Rules(settings["policy"], settings["admit"], settings["write_budget"]),
         base_port=settings["port"],
-        extra_arguments=[word for owner in settings.owners for word in ("--owner", owner.argument)],
+        extra_arguments=[*_fabric(settings), *(word for owner in settings.owners for word in ("--owner", owner.argument))],
         fresh=args.fresh,
         directories=args.directories,
     )
@@ -132,6 +134,12 @@ def check_erasable(directory: Path) -> None:
     """Raises UsageError E136 for a directory that holds anything but a local cluster."""
     if directory.exists() and any(directory.iterdir()) and not (directory / "lock").exists():
         raise UsageError("E136", f"{directory} is not a directory of a local cluster", "it holds other files", "name another one")
+
+
+def _fabric(settings: Settings) -> list[str]:
+    """What the file or a variable says of this host's RDMA, for the nodes."""
+    given = {name: value for name, value in fabric_of(settings).items() if settings.origin(name) != "default"}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", "auto" if value < 0 else str(value))]
 
 
 def check_room(cluster: LocalCluster) -> str:

@@ -94,6 +94,7 @@ class Client:
             store_deadline_seconds=config.store_deadline_seconds, congestion_control=tcp.for_kernel(config.congestion_control),
             transport=config.transport, rdma_device=config.rdma_device, rdma_pool_bytes=config.rdma_pool_bytes,
             rdma_zone_bytes=max(config.rdma_zone_bytes, *(2 * p.shard_bytes for p in self._planes)), rdma_windows=config.rdma_windows,
+            rdma_traffic_class=config.rdma_traffic_class, rdma_gid_index=config.rdma_gid_index,
         )  # fmt: skip
         self._tell()
         self._stores = Stores(self._core)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore import tcp
+from kvstore.config import of_environment
 from kvstore.errors import ConfigError
 from kvstore.keys import BLOCK_TOKENS
 
@@ -36,6 +37,8 @@ class ClientConfig:
     rdma_device: str = field(default_factory=lambda: os.environ.get("KVSTORE_RDMA_DEVICE") or "auto")  # a name of ibv_devinfo
     rdma_pool_bytes: int = 256 << 20  # at most so much registered memory for what arrives
     rdma_zone_bytes: int = 4 << 20  # of it for each connection; more where one item of the layout needs it
+    rdma_traffic_class: int = field(default_factory=lambda: of_environment("rdma_traffic_class"))  # of what this end sends, 0 to 255
+    rdma_gid_index: int = field(default_factory=lambda: of_environment("rdma_gid_index"))  # of the device's port; -1: its best
     rdma_windows: bool = True  # memory windows where the device has them; off: a registration for each connection
     congestion_control: str = "cubic"  # of TCP (kvstore/tcp.py); "host": what the host uses by default
     connect_timeout_seconds: float = 1.0
@@ -68,6 +71,8 @@ class ClientConfig:
         self._need("transport", self.transport in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}")
         named = isinstance(self.rdma_device, str) and bool(_DEVICE.fullmatch(self.rdma_device))
         self._need("rdma_device", named, "auto, or the name of a device")
+        for name, low in (("rdma_traffic_class", 0), ("rdma_gid_index", -1)):
+            self._need(name, isinstance(getattr(self, name), int) and low <= getattr(self, name) <= 255, f"{low} to 255")
         for name in ("rdma_zone_bytes", "rdma_pool_bytes"):
             self._need(name, isinstance(getattr(self, name), int), "a whole number of bytes")
         self._need("rdma_zone_bytes", 64 << 10 <= self.rdma_zone_bytes <= 1 << 30, "64 KiB to 1 GiB")

@@ -48,8 +48,9 @@ PROMISE_TOUCH: Final = 2
 # enum Stored of client_store.hpp
 STORED, DEGRADED, FAILED, DROPPED = 1, 2, 3, 4
 
-# What ClientCore raises as ConfigError where RDMA is insisted on (kernels/verbs.hpp): no library, no device, locked memory, refused by it.
-RDMA_FAULTS: Final = ("E145", "E146", "E147", "E148")
+# What ClientCore raises as ConfigError where RDMA is insisted on (kernels/verbs.hpp): no library, no device, locked memory, refused by it,
+# no such GID.
+RDMA_FAULTS: Final = ("E145", "E146", "E147", "E148", "E149")
 
 # ClientCore.health()
 HEALTHY, LATE, SILENT, DOWN = 0, 1, 2, 3

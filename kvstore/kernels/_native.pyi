@@ -33,6 +33,12 @@ def plane_digest(block_key: bytes, write_id: int, data_sums: _U64) -> tuple[int,
 def block_tag(block_key: bytes) -> int:
     """Bytes 8 to 16 of a key as u64 LE."""
 
+# --- pages.cpp
+
+def pinned_pages(size_bytes: int) -> _U8:
+    """Zeros for a device to know, from the start of a page: on huge ones of the host's pool where it has enough, else transparent ones are
+    wished for; a forked child does not have them. MemoryError."""
+
 # --- generate.cpp: plain reference in generate_reference.py. Rows may lie any distance apart. ValueError for sizes that do not fit.
 
 def generate_blocks(keys: _U8, block_bytes: int, out: _U8, salt: int = 0) -> None:
@@ -133,8 +139,11 @@ class Server:
         rdma_device: str = "off",
         rdma_pool_bytes: int = ...,
         rdma_pairs_max: int = 1024,
+        rdma_traffic_class: int = 0,
+        rdma_gid_index: int = -1,
     ) -> None:
-        """`rdma_device` "off", "auto" or a name; ConfigError E145 to E148 where a named one cannot be had."""
+        """`rdma_device` "off", "auto" or a name; ConfigError E145 to E148 where a named one cannot be had, E149 where there is a device
+        without a GID of that index (-1: its best)."""
 
     @property
     def port(self) -> int: ...
@@ -423,9 +432,11 @@ class ClientCore:
         rdma_zone_bytes: int = ...,
         rdma_pool_bytes: int = ...,
         rdma_windows: bool = True,
+        rdma_traffic_class: int = 0,
+        rdma_gid_index: int = -1,
     ) -> None:
         """`directories`: the addresses are window directories, of which call_many alone is understood. `transport`: of reads: tcp, auto or
-        rdma; with rdma ConfigError E145 to E148 where there is none here."""
+        rdma; with rdma ConfigError E145 to E148 where there is none here; E149 where the device has no GID of that index (-1: its best)."""
 
     def discover(self, owner: bytes, epoch: int, keys: _U8) -> ClientDiscover: ...
     def promise(
@@ -497,9 +508,9 @@ class ClientCore:
 # --- loopback.cpp: RDMA from this host to itself. ConfigError E145 to E147, Unreachable E148; IndexError for pieces outside of a region.
 
 class Loopback:
-    """Any thread. `device`: a name, or "auto"."""
+    """Any thread. `device`: a name, or "auto"; `gid_index`: of its port, -1: its best."""
 
-    def __init__(self, device: str = "auto") -> None: ...
+    def __init__(self, device: str = "auto", gid_index: int = -1) -> None: ...
     def add(self, address: int, size_bytes: int, writable: bool) -> int:
         """Registers memory until `remove`; the number that `copy` calls it by. A GPU's address works where nvidia-peermem is loaded."""
 
@@ -519,6 +530,8 @@ class Loopback:
     @property
     def device_name(self) -> str: ...
     @property
+    def gid_index(self) -> int: ...
+    @property
     def registered_bytes(self) -> int: ...
 
 # --- direct.cpp: memory of others that nodes write to. ConfigError E145 to E147, Unreachable E148; IndexError for a part outside of it.
@@ -526,7 +539,7 @@ class Loopback:
 class DirectZone:
     """Any thread. `device`: a name, or "auto". `add` or `add_dma_buf` once."""
 
-    def __init__(self, device: str = "auto") -> None: ...
+    def __init__(self, device: str = "auto", traffic_class: int = 0, gid_index: int = -1) -> None: ...
     def add(self, address: int, size_bytes: int) -> None:
         """Registers it. A GPU's address works where nvidia-peermem is loaded."""
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ class ReplayOptions:
     access_log: Path | None = None  # the client's own log, a folder (docs/ACCESS_LOG.md)
     metrics_port: int | None = None  # the client's /metrics on 127.0.0.1 while it plays; 0: any free port
     transport: str = ""  # of reads: auto, tcp or rdma; "": as ClientConfig has it
+    fabric: Mapping[str, Any] = field(default_factory=dict)  # rdma_traffic_class, rdma_gid_index; without: as ClientConfig has them
     client: ClientConfig | None = None  # None: what suits the clock, and the transport
     before_request: Callable[[int], None] | None = None  # ordinal, before it is handed to a worker
     after_request: Callable[[RequestOutcome], None] | None = None  # in the order of the trace
@@ -118,7 +119,7 @@ def wrong_bytes(keys: Keys, blocks: Blocks) -> int:
 
 
 def _client_config(options: ReplayOptions) -> ClientConfig:
-    config = ClientConfig(block_tokens=options.block_tokens, access_log=options.access_log)
+    config = ClientConfig(block_tokens=options.block_tokens, access_log=options.access_log, **options.fabric)
     if options.transport:
         config = replace(config, transport=options.transport)
     if options.clock == "wall":

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from kvstore import tcp
 from kvstore.clustermap import POLICIES, ClusterMap
+from kvstore.config import parse_gid_index, parse_traffic_class
 from kvstore.errors import ConfigError, KvstoreError
 from kvstore.owners import Owner, merged, owner_of_argument
 from kvstore.units import format_bytes, parse_bytes, parse_seconds
@@ -51,6 +52,8 @@ class NodeConfig:
     congestion_control: str = "cubic"  # of TCP; "host": what the host uses by default
     rdma_device: str = "auto"  # of RDMA, for answers to READs; "auto": the first that is active; "off": TCP only
     rdma_pool_bytes: int = 16 << 20  # registered at the start; the direct engine's memory is, too
+    rdma_traffic_class: int = 0  # of what this end sends: DSCP are its upper six bits
+    rdma_gid_index: int = -1  # of the device's port; -1: its best
     rdma_pairs_max: int = 1024  # queue pairs; past it clients stay on TCP
     drain_timeout_seconds: float = 25.0  # below the usual grace period of 30 s
     log_interval_seconds: float = 10.0
@@ -97,6 +100,8 @@ _RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("read_depth", 1, 256),
     ("rdma_pool_bytes", 4 << 20, 1 << 40),
     ("rdma_pairs_max", 1, 1_000_000),
+    ("rdma_traffic_class", 0, 255),
+    ("rdma_gid_index", -1, 255),
     ("idle_timeout_seconds", 0.1, 1e6),
     ("progress_timeout_seconds", 0.1, 1e6),
     ("drain_timeout_seconds", 0.0, 1e6),
@@ -148,6 +153,8 @@ def add_node_arguments(parser: argparse.ArgumentParser, *, map_argument: bool = 
     add("--progress-timeout", metavar="TIME", help="a peer that stands still in mid-message is cut after this (default 3s)")
     add("--congestion-control", metavar="NAME", help="of TCP, or host for what this host uses by default (default cubic)")
     add("--rdma-device", metavar="NAME", help="auto (the first that is active; TCP where there is none), off, or a device (default auto)")
+    add("--rdma-traffic-class", metavar="N", help="of what it sends by RDMA, 0 to 255: DSCP are the upper six bits (default 0)")
+    add("--rdma-gid-index", metavar="N", help="of the device's GIDs, see kvstore doctor; E149 where it has none there (default auto)")
     add("--rdma-memory", metavar="SIZE", help="registered with it, beside --read-memory; at least 4MiB (default 16MiB)")
     add("--rdma-connections", type=int, metavar="N", help="queue pairs; past it clients stay on TCP (default 1024)")
     add(
@@ -186,6 +193,8 @@ _FLAGS: Final[dict[str, tuple[str, Any]]] = {
     "rdma_device": ("rdma_device", str),
     "rdma_memory": ("rdma_pool_bytes", parse_bytes),
     "rdma_connections": ("rdma_pairs_max", int),
+    "rdma_traffic_class": ("rdma_traffic_class", parse_traffic_class),
+    "rdma_gid_index": ("rdma_gid_index", parse_gid_index),
     "drain_timeout": ("drain_timeout_seconds", parse_seconds),
 }
 assert {field for field, _ in _FLAGS.values()} <= {f.name for f in fields(NodeConfig)}

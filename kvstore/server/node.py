@@ -133,6 +133,8 @@ class Node:
                 rdma_device=config.rdma_device,
                 rdma_pool_bytes=config.rdma_pool_bytes,
                 rdma_pairs_max=config.rdma_pairs_max,
+                rdma_traffic_class=config.rdma_traffic_class,
+                rdma_gid_index=config.rdma_gid_index,
             )
         if io_note := io_note or self.server.io_note:
             log.warn(f"io {self.server.io}, not {config.io}: {io_note}")

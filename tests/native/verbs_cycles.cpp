@@ -64,7 +64,7 @@ int main(int argc, char** argv) {
     auto client = verbs::Device::open(argv[2]), daemon = verbs::Device::open(argv[3]);
     auto pool = std::make_shared<verbs::ZonePool>(client, 256 << 10, 4 << 20, std::string(argv[4]) == "windows");
     pool->prepare();
-    verbs::Memory memory(64 << 10);
+    Pages memory(64 << 10, Pages::Use::PINNED);
     verbs::Region region(daemon, memory.data(), memory.bytes(), 0);
     auto held = [&] {
       return Held{descriptors(), status_kib("VmPin:"), client->registered_bytes, client->queue_pairs, daemon->queue_pairs, client->lost_bytes};

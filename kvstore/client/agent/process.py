@@ -138,9 +138,10 @@ class AgentProcess:
         self.log.info(f"kvstore {version()}, agent for cluster {self.map.cluster_id}, epoch {self.map.epoch}, pid {os.getpid()}")
 
     def _check_transport(self) -> None:
-        """Raises ConfigError E145 to E148 where reads must go by RDMA and cannot: now, not when the first worker comes."""
+        """Raises ConfigError E145 to E149 where reads must go by RDMA and cannot: now, not when the first worker comes."""
         if (self.config.transport or ClientConfig().transport) == "rdma":
-            Client(self.map, layout=Layout.single(4096), config=ClientConfig(transport="rdma")).close()  # of any layout: nothing is read
+            own = ClientConfig(transport="rdma", **self.config.fabric)
+            Client(self.map, layout=Layout.single(4096), config=own).close()  # of any layout: nothing is read
 
     def _check_socket(self) -> None:
         """Raises ConfigError E188 where another agent answers or starts, E100 where there is something that is no socket."""
@@ -271,7 +272,7 @@ class AgentProcess:
         config = self.config
         own = ClientConfig(
             block_tokens=kind.block_tokens, close_seconds=1.0,  # a drain has waited already
-            bulk_connections_max=CONNECTIONS_MAX // config.kinds_max, idle_timeout_seconds=IDLE_SECONDS,
+            bulk_connections_max=CONNECTIONS_MAX // config.kinds_max, idle_timeout_seconds=IDLE_SECONDS, **config.fabric,
         )  # fmt: skip
         if self._ticket_key:
             own = replace(own, ticket_key=self._ticket_key)

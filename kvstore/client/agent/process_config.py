@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvstore.client.agent.frames import address_of
 from kvstore.errors import ConfigError
@@ -35,6 +36,7 @@ class ProcessConfig:
     http_port: int = 0
     ticket_key_path: Path | None = None  # a file of 16 to 64 bytes that agents share; None: a key of this process alone
     transport: str = ""  # of reads: auto, tcp or rdma; "": as ClientConfig has it
+    fabric: Mapping[str, Any] = field(default_factory=dict)  # rdma_traffic_class, rdma_gid_index; without: as ClientConfig has them
     drain_seconds: float = 60.0
     drain_to: str = ""  # host:port of the agent that takes the windows when this one ends; "": one that the directory names
 

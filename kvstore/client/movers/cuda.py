@@ -76,6 +76,7 @@ class CudaRuntime:
 
 class CudaMover(Mover):
     name = "cuda"
+    pins = True
 
     def __init__(self, pages: Tensor) -> None:
         super().__init__(pages)

@@ -33,6 +33,7 @@ import numpy as np
 
 from kvstore.client.native import U8
 from kvstore.errors import Closed, ConfigError, DeadlineExceeded, LayoutError
+from kvstore.kernels._native import pinned_pages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,6 +180,7 @@ class Mover(ABC):
     """Any thread, and several moves at once; each is one thread's."""
 
     name: ClassVar[str]
+    pins: ClassVar[bool] = False  # a device reads and writes the host memory by itself
 
     def __init__(self, pages: Tensor | U8) -> None:
         """`pages`: (pages, row bytes) of uint8, columns contiguous; in host RAM also a numpy array. Raises LayoutError E513 for others;
@@ -198,10 +200,12 @@ class Mover(ABC):
         """Makes host memory ready to be moved from; it must stay until `close`. Slow: at start only."""
 
     def host_rows(self, blocks: int) -> U8:
-        """New host memory (blocks, row bytes), adopted."""
-        memory = np.zeros((blocks, self.row_bytes), np.uint8)
-        self.adopt(memory)
-        return memory
+        """New host memory (blocks, row bytes), adopted. For a device it starts at a page: a huge one where there are some."""
+        size = blocks * self.row_bytes
+        memory = pinned_pages(size) if self.pins else np.zeros(size, np.uint8)
+        rows: U8 = memory.reshape(blocks, self.row_bytes)
+        self.adopt(rows)
+        return rows
 
     def move(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from prometheus_client import generate_latest
@@ -38,6 +38,7 @@ class ServeConfig:
     audit_every: int = 0  # of N answers over a bounded replay one is computed again exactly; 0: none
     mover: str = "auto"  # how loaded rows come into the engine's memory
     transport: str = ""  # of reads: auto, tcp or rdma; "": as ClientConfig has it
+    fabric: Mapping[str, Any] = field(default_factory=dict)  # rdma_traffic_class, rdma_gid_index; without: as ClientConfig has them
     access_log: Path | None = None  # a folder: one row a lookup, in Parquet files
 
 
@@ -46,7 +47,9 @@ def serving(model: Model, weights: str, cluster_map: ClusterMap, listening: sock
     """Answers on `listening`, a bound socket, while the block runs; gives the address."""
     host, port = listening.getsockname()[:2]
     draining = threading.Event()
-    of_client = ClientConfig(block_tokens=model.config.block, model_name=model.config.name, access_log=config.access_log)
+    of_client = ClientConfig(
+        block_tokens=model.config.block, model_name=model.config.name, access_log=config.access_log, **config.fabric
+    )  # fmt: skip
     if config.transport:
         of_client = replace(of_client, transport=config.transport)
     with (
