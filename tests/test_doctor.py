@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_tool import Cli
 
+from kvstore.client.movers import devices
 from kvstore.client.movers.libcuda import Gpu
 from kvstore.doctor import disk, gpu, host, memory, rdma
 from kvstore.doctor.finding import Word
@@ -36,7 +39,7 @@ def nic(root: Path, *, pci: str = "", state: str = "4: ACTIVE", v2: bool = True,
     write(port / "rate", "400 Gb/sec (4X NDR)")
     gids = [("fe80:0000:0000:0000:5aa2:e1ff:fe00:0001", "IB/RoCE v1")]
     if v2:
-        gids += [(rdma.NIL_GID, ""), ("0000:0000:0000:0000:0000:ffff:0a4d:0001", "RoCE v2")]
+        gids += [(devices.NIL_GID, ""), ("0000:0000:0000:0000:0000:ffff:0a4d:0001", "RoCE v2")]
     for index, (gid, kind) in enumerate(gids):
         write(port / f"gids/{index}", gid)
         if kind:
@@ -54,7 +57,7 @@ def test_a_port_or_gid_that_no_kernel_should_name_so_stops_nothing(tmp_path: Pat
     nic(tmp_path)
     write(tmp_path / "sys/class/infiniband/mlx5_0/ports/1foo/state", "4: ACTIVE")
     write(tmp_path / "sys/class/infiniband/mlx5_0/ports/1/gids/2", "0000:0000:0000:0000:0000:ffff:0a4d:zz")
-    (device,) = rdma.rdma_devices(tmp_path)
+    (device,) = devices.rdma_devices(tmp_path)
     assert [port.number for port in device.ports] == [1]
     assert "0a4d:zz" in rdma._judged(device).found
 
@@ -129,7 +132,7 @@ def test_settings_are_shown_with_their_origin(cli: Cli, tmp_path: Path) -> None:
 def test_a_device_is_told_with_port_mtu_and_its_first_roce_v2_gid(tmp_path: Path) -> None:
     functions(tmp_path, _1a="pci0000:00/0000:00:01.0")
     nic(tmp_path, pci="0000:1a:00.0")
-    (device,) = rdma.rdma_devices(tmp_path)
+    (device,) = devices.rdma_devices(tmp_path)
     assert (device.pci, device.firmware) == ("0000:1a:00.0", "28.42.1000")
     assert device.node_file == "/dev/infiniband/uverbs0" and device.node_usable
     (port,) = device.ports
@@ -149,7 +152,7 @@ def test_a_device_is_told_with_port_mtu_and_its_first_roce_v2_gid(tmp_path: Path
 )
 def test_what_a_device_lacks_is_said(tmp_path: Path, change: dict[str, object], word: Word, said: str) -> None:
     nic(tmp_path, **change)  # type: ignore[arg-type]  # one keyword a case
-    judged = rdma._judged(rdma.rdma_devices(tmp_path)[0])
+    judged = rdma._judged(devices.rdma_devices(tmp_path)[0])
     assert judged.word is word and said in judged.fix
 
 
@@ -193,9 +196,73 @@ def test_a_gpu_that_no_nic_can_write_into_is_no_ok(tmp_path: Path, change: dict[
     nic(tmp_path)
     if "rdma" in change:
         (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
-    (finding,) = gpu.gpu_direct([replace(H200, **change)], rdma.rdma_devices(tmp_path), tmp_path)
+    (finding,) = gpu.gpu_direct([replace(H200, **change)], devices.rdma_devices(tmp_path), tmp_path)
     assert finding.word is Word.WARN and said in finding.found and mend in finding.fix
     assert finding.measured["chosen"] == "none" and finding.measured["rdma"] is change.get("rdma", True)
+
+
+def test_the_device_is_the_one_that_is_named_else_the_usable_one_nearest_to_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions(
+        tmp_path,
+        _1b="pci0000:00/0000:00:01.0",
+        _1a="pci0000:80/0000:80:01.0@1",
+        _2a="pci0000:00/0000:00:02.0",
+        _3a="pci0000:00/0000:00:01.0",
+    )
+    nic(tmp_path, name="mlx5_0", pci="0000:1a:00.0")
+    nic(tmp_path, name="mlx5_1", pci="0000:2a:00.0")
+    nic(tmp_path, name="mlx5_2", pci="0000:3a:00.0", state="1: DOWN")
+    here = devices.rdma_devices(tmp_path)
+    near = devices.by_distance(H200.pci, here, tmp_path)
+    assert near == [("PIX", "mlx5_2"), ("PHB", "mlx5_1"), ("SYS", "mlx5_0")]
+    assert devices.nearest(H200.pci, here, tmp_path) == "mlx5_1"  # nothing comes through a port that is down
+    assert devices.nearest(H200.pci, [], tmp_path) == "auto"
+    monkeypatch.setattr(devices, "LibCuda", lambda: SimpleNamespace(gpu=[None, H200].__getitem__))
+    assert devices.device_for("auto", "cuda:1", tmp_path) == "mlx5_1"
+    assert devices.device_for("auto", "cpu", tmp_path) == "auto"
+    monkeypatch.setenv("KVSTORE_RDMA_DEVICE", "mlx5_9")
+    assert devices.device_for("auto", "cuda:1", tmp_path) == devices.device_for("auto", "cpu", tmp_path) == "mlx5_9"
+    assert devices.device_for("mlx5_0", "cuda:1", tmp_path) == "mlx5_0"
+
+
+def test_without_a_driver_for_the_gpu_the_first_device_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    nic(tmp_path)
+    monkeypatch.setattr(devices, "LibCuda", absent)
+    assert devices.device_for("auto", "cuda:0", tmp_path) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("gids", "best"),
+    [
+        ([("fe80::1", "IB/RoCE v1"), ("fe80::1", "RoCE v2"), ("2001:db8::1", "RoCE v2"), ("::ffff:10.0.0.1", "RoCE v2")], 3),
+        ([("fe80::1", "IB/RoCE v1"), ("fe80::1", "RoCE v2"), ("2001:db8::1", "RoCE v2")], 2),
+        ([("fe80::1", "IB/RoCE v1"), ("fe80::1", "RoCE v2")], 1),
+        ([("::ffff:10.0.0.1", "RoCE v2"), ("::ffff:10.0.0.2", "RoCE v2")], 0),
+        ([("fe80::1", "IB/RoCE v1")], 0),
+    ],
+)
+def test_of_a_ports_gids_the_best_is_in_use_unless_another_is_named(gids: list[tuple[str, str]], best: int) -> None:
+    table = tuple(
+        devices.Gid(index, ":".join(socket.inet_pton(socket.AF_INET6, gid)[at : at + 2].hex() for at in range(0, 16, 2)), kind, "eth1")
+        for index, (gid, kind) in enumerate(gids)
+    )
+    port = devices.Port(1, "ACTIVE", "Ethernet", "400 Gb/sec", 4200, table)
+    assert port.gid_in_use() == table[best]
+    assert [port.gid_in_use(gid.index) for gid in table] == list(table)
+    assert port.gid_in_use(len(table)) is None
+
+
+def test_a_gid_index_that_a_device_does_not_have_is_said(tmp_path: Path) -> None:
+    nic(tmp_path)
+    (device,) = devices.rdma_devices(tmp_path)
+    judged = rdma._judged(device, 7)
+    assert judged.word is Word.WARN and "no GID 7" in judged.found and "rdma_gid_index is 7" in judged.fix
+    assert rdma._judged(device, 0).word is Word.OK and "GID 0 fe80:" in rdma._judged(device, 0).found
 
 
 @pytest.mark.parametrize(
@@ -217,8 +284,8 @@ def test_a_gpu_that_no_nic_can_write_into_is_no_ok(tmp_path: Path, change: dict[
 def test_the_distance_of_two_functions_is_told_as_nvidia_smi_does(tmp_path: Path, card: str, other: str, far: str) -> None:
     functions(tmp_path, _1b=card, _1a=other)
     nic(tmp_path, pci="0000:1a:00.0")
-    assert gpu.distance("0000:1b:00.0", "0000:1a:00.0", tmp_path) == far
-    (finding,) = gpu.locality([H200], rdma.rdma_devices(tmp_path), tmp_path)
+    assert devices.distance("0000:1b:00.0", "0000:1a:00.0", tmp_path) == far
+    (finding,) = gpu.locality([H200], devices.rdma_devices(tmp_path), tmp_path)
     assert f"mlx5_0 is nearest, {far} " in finding.found
     assert finding.word is (Word.WARN if far == "SYS" else Word.OK)
 

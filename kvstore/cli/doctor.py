@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.output import Output
+from kvstore.client.movers import devices
 from kvstore.client.movers.choose import Measured, chosen, device_here, measure
-from kvstore.doctor import disk, gpu, host, memory
-from kvstore.doctor import rdma as rdma_devices
+from kvstore.doctor import disk, gpu, host, memory, rdma
 from kvstore.doctor.finding import Finding, Word
 from kvstore.errors import KvstoreError
 from kvstore.units import format_bytes, parse_bytes
@@ -42,7 +42,10 @@ docs/RDMA.md explains the lines on RDMA and GPUs.
     parser.add_argument("--pinned", metavar="SIZE", default=None, help="memory that must be lockable (default 1GiB, as kvstore agent)")
     parser.add_argument("--measure", action="store_true", help="measure each mover of host RAM to device memory that can run here")
     parser.add_argument(
-        "--rdma-device", metavar="NAME", default="auto", help="with --measure, of the mover loopback (default auto: the first that is up)"
+        "--rdma-device",
+        metavar="NAME",
+        default="auto",
+        help="with --measure, of the mover loopback (default auto: KVSTORE_RDMA_DEVICE, else the one nearest to the GPU, or the first)",
     )
     parser.add_argument("--settings", dest="show_settings", action="store_true", help="only show each setting, its value and its origin")
     parser.add_argument("--fail-on", metavar="WORD", choices=("bad", "warn"), default="bad", help="exit 1 also for warn (default bad)")
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     out.line(f"host {platform.node()}   {platform.system()} {platform.release()}, {platform.machine()}")
     findings = []
     movers: list[Measured] = []
-    for finding in look(pinned, args.data, movers if args.measure else None, args.rdma_device):
+    for finding in look(pinned, args.data, movers if args.measure else None, args.rdma_device, args.settings["rdma_gid_index"]):
         findings.append(finding)
         out.step(finding.word.value, finding.check, finding.found)
         if finding.fix:
@@ -70,19 +73,21 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(counts["bad"]) or (args.fail_on == "warn" and bool(counts["warn"])))
 
 
-def look(pinned_bytes: int, data: Path | None, movers: list[Measured] | None = None, rdma_device: str = "auto") -> Iterator[Finding]:
+def look(
+    pinned_bytes: int, data: Path | None, movers: list[Measured] | None = None, rdma_device: str = "auto", gid_index: int = -1
+) -> Iterator[Finding]:
     """All checks in order, each run when its finding is asked for. One that fails by itself is a finding, too: the others go on.
 
     `movers`: filled with what each was measured at; None: not measured."""
-    devices = rdma_devices.rdma_devices()
+    found = devices.rdma_devices()
     gpu_finding, gpus = gpu.look_for_gpus()
     steps: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
-        ("rdma", rdma_devices.rdma),
-        ("memlock", lambda: [memory.memlock(pinned_bytes, bool(devices))]),
+        ("rdma", lambda: rdma.rdma(gid_index=gid_index)),
+        ("memlock", lambda: [memory.memlock(pinned_bytes, bool(found))]),
         ("huge pages", lambda: [memory.huge_pages()]),
         ("gpu", lambda: [gpu_finding]),
-        ("gpudirect", lambda: gpu.gpu_direct(gpus, devices)),
-        ("locality", lambda: gpu.locality(gpus, devices)),
+        ("gpudirect", lambda: gpu.gpu_direct(gpus, found)),
+        ("locality", lambda: gpu.locality(gpus, found)),
         ("erasure", lambda: [host.codec()]),
         ("io_uring", lambda: [host.io_uring()]),
         ("data", lambda: disk.data_directory(data)),

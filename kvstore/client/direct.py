@@ -33,11 +33,13 @@ from kvstore import wire
 from kvstore.client.client import Client
 from kvstore.client.load import spans_of
 from kvstore.client.movers.cuda import CudaEvent, told_so_far, wait_for_all
+from kvstore.client.movers.devices import device_for
 from kvstore.client.movers.interface import poll_until, refuse_encrypted
 from kvstore.client.movers.registering import Registered, register_gpu
 from kvstore.client.native import U8
 from kvstore.client.ticket import Ticket
 from kvstore.client.values import LoadOutcome
+from kvstore.config import of_environment
 from kvstore.errors import Closed, KvstoreError, LayoutError, MisuseError, Unreachable
 from kvstore.kernels._native import DirectLink, DirectZone
 from kvstore.kernels.gpu import LandedPlane, PageTable, Part
@@ -80,8 +82,8 @@ class DirectExtent:
 class DirectMemory:
     """`zone`: uint8, flat and contiguous, in host RAM or on a GPU; the caller's, to be left alone until close(). `registration` says how.
 
-    For any number of reads, one at a time. ConfigError E145 to E147, E156, Unreachable E148, E221, LayoutError E508; ConfigError E158 where
-    `cipher` says that what is stored is encrypted.
+    `device` "auto": device_for() says which. For any number of reads, one at a time. ConfigError E145 to E147, E149, E156, Unreachable
+    E148, E221, LayoutError E508; ConfigError E158 where `cipher` says that what is stored is encrypted.
     """
 
     def __init__(self, zone: Tensor | U8, device: str = "auto", *, cipher: int = 0) -> None:
@@ -93,7 +95,8 @@ class DirectMemory:
             raise LayoutError("E508", "landing zone", f"{zone.dtype} {tuple(zone.shape)}", "give flat, writable bytes in one piece")
         self.device = "cpu" if isinstance(zone, np.ndarray) else str(zone.device)
         self.address = int(zone.ctypes.data) if isinstance(zone, np.ndarray) else int(zone.data_ptr())
-        self._core = DirectZone(device)
+        route = of_environment("rdma_traffic_class"), of_environment("rdma_gid_index")  # a zone serves clients of any configuration
+        self._core = DirectZone(device_for(device, self.device), *route)
         self._gpu: Registered[None] | None = None
         self._users: list[CudaEvent] = []  # what streams were told that looks at the zone, as far as it is not known to be over
         self._reading = threading.Lock()

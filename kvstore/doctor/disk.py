@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.doctor.finding import Finding, Word, text_of
+from kvstore.doctor.finding import Finding, Word
+from kvstore.sysfs import text_of
 from kvstore.units import format_bytes, format_seconds
 
 SIZE_BYTES: Final = 1 << 20  # of the file

@@ -35,11 +35,3 @@ class Finding:
             "fix": self.fix or None,
             "measured": dict(self.measured),
         }
-
-
-def text_of(path: Any) -> str:
-    """What a file of sysfs or procfs says, stripped; "" where there is none, or it cannot be read."""
-    try:
-        return str(path.read_text(errors="replace")).strip()
-    except OSError:
-        return ""

@@ -6,25 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final, Literal
 
+from kvstore.client.movers.devices import DISTANCES, RdmaDevice, by_distance
 from kvstore.client.movers.libcuda import LIBRARY, Gpu, LibCuda
-from kvstore.doctor.finding import Finding, Word, text_of
-from kvstore.doctor.rdma import RdmaDevice, can_register_dma_buf
+from kvstore.doctor.finding import Finding, Word
+from kvstore.doctor.rdma import can_register_dma_buf
 from kvstore.errors import KvstoreError
+from kvstore.sysfs import text_of
 from kvstore.units import format_bytes
 
 NVIDIA: Final = "0x10de"
 DISPLAY_CLASSES: Final = ("0x0300", "0x0302")  # VGA and 3D controllers
 PEER_MODULES: Final = ("nvidia_peermem", "nv_peer_mem")
 Registration = Literal["dma-buf", "nvidia-peermem", "none"]
-# How far apart two PCI functions are, nearest first; the names are those of `nvidia-smi topo -m`.
-DISTANCES: Final = {
-    "PIX": "one PCIe switch",
-    "PXB": "several PCIe switches",
-    "PHB": "one root complex",
-    "NODE": "one NUMA node",
-    "SYS": "different NUMA nodes",
-    "?": "not told by sysfs",
-}
 
 
 def look_for_gpus(root: Path = Path("/")) -> tuple[Finding, list[Gpu]]:
@@ -119,33 +112,13 @@ def locality(gpus: list[Gpu], devices: list[RdmaDevice], root: Path = Path("/"))
         missing = "no GPU" if not gpus else "no RDMA device on PCIe"
         return [Finding("locality", Word.SKIP, f"{missing}: nothing to compare")]
     findings = []
-    order = list(DISTANCES)
     for gpu in gpus:
-        near = sorted((order.index(distance(gpu.pci, device.pci, root)), device.name) for device in hardware)
-        code, name = order[near[0][0]], near[0][1]
+        near = by_distance(gpu.pci, hardware, root)
+        code, name = near[0]
         node = text_of(root / "sys/bus/pci/devices" / gpu.pci / "numa_node")
         number = int(node) if node.lstrip("-").isdecimal() else None
-        measured = {"gpu": gpu.ordinal, "numa_node": number, "devices": {device: order[at] for at, device in near}}
+        measured = {"gpu": gpu.ordinal, "numa_node": number, "devices": {device: far for far, device in near}}
         word = Word.WARN if code == "SYS" else Word.OK
         fix = "put the NIC beside the GPU, or pin the agent to the NIC's NUMA node and expect less" if code == "SYS" else ""
         findings.append(Finding("locality", word, f"gpu {gpu.ordinal}: {name} is nearest, {code} ({DISTANCES[code]})", fix, measured))
     return findings
-
-
-def distance(one: str, other: str, root: Path = Path("/")) -> str:
-    """A key of DISTANCES, from where sysfs hangs the two functions."""
-    paths = [root / "sys/bus/pci/devices" / each for each in (one, other)]
-    if not all(path.exists() for path in paths):
-        return "?"
-    below = [[part for part in path.resolve().parts if part.startswith("pci") or part.count(":") == 2] for path in paths]
-    shared = 0
-    while shared < min(map(len, below)) and below[0][shared] == below[1][shared]:
-        shared += 1
-    if shared > 1:  # the root complex, and at least one bridge; below it each may have a port of that switch to itself, but no other switch
-        return "PIX" if max(map(len, below)) - shared <= 2 else "PXB"
-    if shared == 1:
-        return "PHB"
-    nodes = [text_of(path / "numa_node") for path in paths]
-    if "" in nodes or "-1" in nodes:
-        return "?"
-    return "NODE" if nodes[0] == nodes[1] else "SYS"

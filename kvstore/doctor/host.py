@@ -14,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore import tcp
-from kvstore.doctor.finding import Finding, Word, text_of
+from kvstore.doctor.finding import Finding, Word
+from kvstore.sysfs import text_of
 from kvstore.units import format_seconds
 
 # Vector units that ISA-L has code for, widest first: (flags of /proc/cpuinfo, what its page calls the path).

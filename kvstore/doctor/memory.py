@@ -9,7 +9,8 @@ import resource
 from pathlib import Path
 from typing import Final
 
-from kvstore.doctor.finding import Finding, Word, text_of
+from kvstore.doctor.finding import Finding, Word
+from kvstore.sysfs import text_of
 from kvstore.units import format_bytes
 
 MLOCK_ONFAULT: Final = 1  # sys/mman.h: pages are locked as they come, so that trying costs nothing

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.client.movers import devices
 from kvstore.client.movers.interface import MoveOutcome
 from kvstore.client.movers.loopback import LoopbackMover
 from kvstore.doctor import rdma
@@ -131,8 +132,8 @@ def test_what_is_no_dma_buf_or_no_device_is_refused_in_a_line() -> None:
 
 def test_doctor_sees_the_devices_and_has_them_write() -> None:
     findings = rdma.rdma()
-    assert [(finding.check, finding.word) for finding in findings] == [("rdma", Word.OK), ("verbs", Word.OK)] * len(rdma.rdma_devices())
-    if rdma.rdma_devices()[0].name == "rxe0":
+    assert [(finding.check, finding.word) for finding in findings] == [("rdma", Word.OK), ("verbs", Word.OK)] * len(devices.rdma_devices())
+    if devices.rdma_devices()[0].name == "rxe0":
         assert "rxe0 (soft): port 1 active, Ethernet" in findings[0].found and "10.77.0.1" in findings[0].found
     missing = rdma.writes_to_itself("mlx5_77")
     assert missing.word is Word.BAD and "no such device" in missing.found

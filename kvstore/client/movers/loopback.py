@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvstore.client.movers.cuda import told_so_far
+from kvstore.client.movers.devices import device_for
 from kvstore.client.movers.interface import DoneEvent, Event, Mover, held_in, poll_until
 from kvstore.client.movers.registering import Registered, register_gpu
 from kvstore.client.native import U8
@@ -29,13 +30,14 @@ BEFORE_SECONDS: Final = 5.0  # what before() waits at most for a layer that the 
 
 
 class LoopbackMover(Mover):
-    """`device`: an RDMA device, or "auto". `registration`: how the pages were registered: host, dma-buf or nvidia-peermem."""
+    """`device`: an RDMA device, or "auto": device_for() says which. `registration`: of the pages: host, dma-buf or nvidia-peermem."""
 
     name = "loopback"
+    pins = True
 
     def __init__(self, pages: Tensor | U8, device: str = "auto") -> None:
         super().__init__(pages)
-        self._core = Loopback(device)
+        self._core = Loopback(device_for(device, self.device))
         self._memories: list[U8] = []
         self._regions: list[int] = []  # of each
         extent = (self.pages_count - 1) * self.page_stride + self.row_bytes
