@@ -51,6 +51,11 @@ class Plane:
     bytes: int
     shard_bytes: int
 
+    @property
+    def columns(self) -> slice:
+        """Of rows of block_bytes."""
+        return slice(self.offset_bytes, self.offset_bytes + self.bytes)
+
 
 @dataclass(frozen=True)
 class Layout:

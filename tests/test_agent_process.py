@@ -22,6 +22,7 @@ from agent_tools import AgentUnderTest, agent_of, worker_of
 from cli_tool import Cli
 from client_tools import SMALL, V41, Blocks, bytes_of, chain, cluster_of, until
 from leaks import at_rest, until_no_more
+from mover_tools import Given
 
 from kvstore.client import Client, LoadOutcome, StoreOutcome
 from kvstore.client.agent.attachment import control
@@ -32,6 +33,7 @@ from kvstore.client.agent.process import AgentProcess
 from kvstore.client.agent.process_config import ProcessConfig
 from kvstore.client.agent.teller import presence_key
 from kvstore.client.agent.worker import WorkerAgent
+from kvstore.client.streaming import stream_planes
 from kvstore.errors import ConfigError, LayoutError, MisuseError, ProtocolError, Unreachable
 from kvstore.kernels import _native
 from kvstore.keys import Keys
@@ -113,6 +115,42 @@ def test_a_staged_load_shows_each_plane_when_it_is_whole_and_copies_nothing(site
             with pytest.raises(ValueError):
                 staged.rows.flags.writeable = True
             assert site.agent.status()["pinned_bytes"] == 5_468_160 + (-5_468_160 % 4096)
+        site.agent.until_free()
+
+
+def test_a_mover_takes_planes_from_the_agents_memory_without_a_copy(site: Site) -> None:
+    with (
+        WorkerAgent(site.path, layout=V41) as agent,
+        WorkerAgent(site.path, layout=V41) as other,
+        Given(np.full((60, V41.block_bytes), 0xAB, np.uint8)) as mover,
+    ):
+        assert agent.memory is not None and len(agent.memory) == 16 * MIB and not agent.memory.flags.writeable
+        ticket, table = agent.lookup(prompt(1001)), np.random.default_rng(6).permutation(60)[:BLOCKS]
+        with pytest.raises(LayoutError, match="E517"):  # not adopted yet
+            stream_planes(agent, ticket, mover, table)
+        mover.adopt(agent.memory)
+        with stream_planes(agent, ticket, mover, table) as stream:
+            taken = [(moved.plane, moved.blocks) for moved in stream]
+            assert site.agent.status()["pinned_bytes"] > 0
+        assert taken == [(plane, BLOCKS) for plane in range(len(V41.planes(2)))]
+        assert (stream.outcome, stream.blocks) == (LoadOutcome.COMPLETE, BLOCKS)
+        assert np.array_equal(mover.pages[table], site.prompts[1001])
+        site.agent.until_free()
+        mover.pages[:] = 0xAB
+        with agent.stage(ticket, blocks=range(30)), stream_planes(agent, ticket, mover, table) as stream:  # what is left of its quota
+            list(stream)
+        part = stream.blocks
+        assert stream.outcome is LoadOutcome.BUSY and 0 < part < BLOCKS
+        assert np.array_equal(mover.pages[table[:part]], site.prompts[1001][:part]) and (mover.pages[table[part:]] == 0xAB).all()
+        rows = mover.host_rows(BLOCKS)
+        with stream_planes(other, other.lookup(prompt(1002)), mover, table, rows) as stream:  # or into memory of its own
+            list(stream)
+        assert stream.blocks == BLOCKS and np.array_equal(mover.pages[table], site.prompts[1002])
+        site.agent.until_free()
+        ticket = agent.lookup(prompt(1002))
+        with site.stopped(), stream_planes(agent, ticket, mover, table, deadline_seconds=0.5) as stream:
+            assert list(stream) == []
+        assert (stream.outcome, stream.blocks) == (LoadOutcome.TIMEOUT, 0)
         site.agent.until_free()
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from kvstore.client.client import Client
-from kvstore.client.load import Hedge, Load
+from kvstore.client.load import BegunLoads, Hedge
+from kvstore.client.movers.interface import Mover
+from kvstore.client.native import U8
+from kvstore.client.streaming import LOAD_SECONDS, PlaneMoved, PlaneStream, stream_planes
 from kvstore.client.ticket import Ticket
 from kvstore.client.values import Accept, Fidelity, LoadResult, PlaneReady, StoreResult
 from kvstore.keys import Keys
@@ -57,7 +59,7 @@ class AsyncClient:
         blocks: range | None = None,
     ) -> LoadResult:
         """As Client.load. When the task is cancelled, the load ends first: the destination is untouched afterwards."""
-        loads = _Loads()
+        loads = BegunLoads()
         return await self._until_free(
             loads,
             lambda: self.client.load_with(loads.began, ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=blocks),
@@ -73,7 +75,7 @@ class AsyncClient:
         blocks: range | None = None,
     ) -> AsyncIterator[PlaneReady]:
         """As Client.planes. When the task is cancelled, the load ends first, as in load."""
-        loads = _Loads()
+        loads = BegunLoads()
         iterator = self.client.planes_with(loads.began, ticket, destination, hedge=hedge, deadline_seconds=deadline_seconds, blocks=blocks)
         try:
             while (ready := await self._until_free(loads, lambda: next(iterator, None))) is not None:
@@ -81,6 +83,18 @@ class AsyncClient:
         finally:
             loads.cancel()
             iterator.close()  # at once: nobody is inside, and the load has been told
+
+    @contextlib.asynccontextmanager
+    async def stream_planes(
+        self, ticket: Ticket, mover: Mover, table: Any, rows: U8, *, blocks: range | None = None, hedge: Hedge = "lazy",
+        deadline_seconds: float = LOAD_SECONDS,
+    ) -> AsyncIterator[AsyncPlaneStream]:  # fmt: skip
+        """As stream_planes of kvstore/client/streaming.py. When the task is cancelled, load and moves end first."""
+        stream = stream_planes(self.client, ticket, mover, table, rows, blocks=blocks, hedge=hedge, deadline_seconds=deadline_seconds)
+        try:
+            yield AsyncPlaneStream(self, stream)
+        finally:
+            await self._until_free(stream, stream.close)
 
     async def store(
         self, keys: Keys, blocks: Any, *, first_block: int, retention_class: str = "chat", fidelity: Fidelity = Fidelity.EXACT
@@ -108,14 +122,14 @@ class AsyncClient:
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
-    async def _until_free(self, loads: _Loads, call: Callable[[], T]) -> T:
+    async def _until_free(self, going: BegunLoads | PlaneStream, call: Callable[[], T]) -> T:
         """As _run, but a cancelled task waits until `call` has let go of the memory; a second cancellation does not shorten that."""
         submitted = self._pool.submit(call)
         waiting = asyncio.wrap_future(submitted)
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            loads.cancel()
+            going.cancel()
             if not submitted.cancel():  # it has begun
                 while not waiting.done():
                     with contextlib.suppress(asyncio.CancelledError):
@@ -123,19 +137,18 @@ class AsyncClient:
             raise
 
 
-class _Loads:
-    """The loads of one call, which another thread begins: told to end, also when they begin only afterwards."""
+class AsyncPlaneStream:
+    """A PlaneStream (`stream`: its `blocks`, `outcome` and `cancel`) for one event loop."""
 
-    def __init__(self) -> None:
-        self._begun: list[Load] = []
-        self._gave_up = threading.Event()
+    def __init__(self, client: AsyncClient, stream: PlaneStream) -> None:
+        self.stream = stream
+        self._client = client
 
-    def began(self, load: Load) -> None:
-        self._begun.append(load)
-        if self._gave_up.is_set():
-            load.cancel()
+    def __aiter__(self) -> Self:
+        return self
 
-    def cancel(self) -> None:
-        self._gave_up.set()
-        for load in self._begun:
-            load.cancel()
+    async def __anext__(self) -> PlaneMoved:
+        moved = await self._client._until_free(self.stream, lambda: next(self.stream, None))
+        if moved is None:
+            raise StopAsyncIteration
+        return moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
@@ -135,6 +136,24 @@ class Load:
         if stats["bad_shards"] or stats["digest_mismatches"]:
             return LoadOutcome.CORRUPT
         return LoadOutcome.UNREACHABLE if stats["failed_shards"] else LoadOutcome.MISSING
+
+
+class BegunLoads:
+    """The loads of one call, which another thread begins: told to end, also when they begin only afterwards."""
+
+    def __init__(self) -> None:
+        self.loads: list[Load] = []
+        self._gave_up = threading.Event()
+
+    def began(self, load: Load) -> None:
+        self.loads.append(load)
+        if self._gave_up.is_set():
+            load.cancel()
+
+    def cancel(self) -> None:
+        self._gave_up.set()
+        for load in self.loads:
+            load.cancel()
 
 
 def checked_blocks(ticket: Ticket, blocks: range | None) -> range:

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from client_tools import NO_REUSE, V41, WAIT_SECONDS, chain, store, until_whole
+from verbs.nodes import cluster
 
+from kvstore.client import Client, LoadOutcome
 from kvstore.client.movers import devices
 from kvstore.client.movers.interface import MoveOutcome
 from kvstore.client.movers.loopback import LoopbackMover
+from kvstore.client.streaming import stream_planes
 from kvstore.doctor import rdma
 from kvstore.doctor.finding import Word
 from kvstore.errors import ConfigError, LayoutError, Unreachable
@@ -20,6 +24,7 @@ from kvstore.kernels._native import Loopback
 
 WIDTH = 1017
 PAGE = 32 << 10
+BLOCKS = 20  # of the original's: 2.3 MB
 LAYERS = [slice(0, 1), slice(1, 300), slice(300, 1000), slice(1000, WIDTH)]
 
 
@@ -137,6 +142,32 @@ def test_doctor_sees_the_devices_and_has_them_write() -> None:
         assert "rxe0 (soft): port 1 active, Ethernet" in findings[0].found and "10.77.0.1" in findings[0].found
     missing = rdma.writes_to_itself("mlx5_77")
     assert missing.word is Word.BAD and "no such device" in missing.found
+
+
+def test_planes_come_from_nodes_into_pages_by_the_nic_alone(tmp_path: Path) -> None:
+    """Read by RDMA into rows, moved on by RDMA into pages; also past a load that falls short."""
+    with cluster(tmp_path) as (_, map_, _), Client(map_, layout=V41, config=NO_REUSE) as client:
+        keys = chain(BLOCKS, V41)
+        data = store(client, keys)
+        until_whole(client, keys)
+        there, table = pages(60, V41.block_bytes), np.random.default_rng(7).permutation(60)[:BLOCKS]
+        with LoopbackMover(there) as mover:
+            rows = mover.host_rows(BLOCKS)
+            for blocks in (range(BLOCKS), range(10, 15)):
+                there[:] = 0xAB
+                with stream_planes(client, client.lookup(keys), mover, table, rows, blocks=blocks, deadline_seconds=WAIT_SECONDS) as stream:
+                    for moved in stream:
+                        assert moved.blocks == len(blocks) and moved.event.wait(WAIT_SECONDS)
+                        right = data[blocks.start : blocks.stop, : moved.columns.stop]
+                        assert np.array_equal(there[table[: len(blocks)]][:, : moved.columns.stop], right)
+                assert (stream.outcome, stream.blocks) == (LoadOutcome.COMPLETE, len(blocks))
+                assert (there[np.setdiff1d(np.arange(60), table[: len(blocks)])] == 0xAB).all()
+            ticket = client.lookup(keys)
+            with stream_planes(client, ticket, mover, table, rows, deadline_seconds=WAIT_SECONDS) as stream:
+                stream.cancel()
+                assert list(stream) == []
+            assert (stream.outcome, stream.blocks, stream.lost) == (LoadOutcome.CANCELLED, 0, False)
+        assert client.stats()["read_bytes_tcp"] == 0
 
 
 def test_nothing_is_left_registered_or_open() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from types import TracebackType
 from typing import Self
 
@@ -52,10 +52,9 @@ class Staged:
 
     def columns(self, plane: int) -> slice:
         """Of `rows`, those of a plane."""
-        one = self._planes[plane]
-        return slice(one.offset_bytes, one.offset_bytes + one.bytes)
+        return self._planes[plane].columns
 
-    def planes(self) -> Iterator[PlaneReady]:
+    def planes(self) -> Generator[PlaneReady, None, None]:
         """As Client.planes; for a load that was asked for by plane."""
         while self._result is None:
             ready = self._step()

@@ -141,6 +141,13 @@ class WorkerAgent:
     def attached(self) -> bool:
         return self._attachment is not None
 
+    @property
+    def memory(self) -> U8 | None:
+        """The agent's memory, in which staged rows lie, read-only: for a mover to adopt at the start. None where there is no agent; one that
+        was started anew has another."""
+        attachment = self._attachment
+        return attachment.arena if attachment is not None else None
+
     def wait_attached(self, timeout_seconds: float) -> bool:
         """Waits until the agent is there; False when the time passed first."""
         with self._changed:

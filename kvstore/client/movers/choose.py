@@ -79,7 +79,7 @@ def measure(
     """Of each name, whether it runs here or not. `device`: where the pages are, as torch calls it. Takes seconds."""
     rng = np.random.default_rng(4)
     table = rng.permutation(2 * blocks)[:blocks]
-    layers = [slice(plane.offset_bytes, plane.offset_bytes + plane.bytes) for plane in layout.planes()]
+    layers = [plane.columns for plane in layout.planes()]
     runs: dict[str, _Run] = {}
     results: list[Measured] = []
     for name in NAMES:

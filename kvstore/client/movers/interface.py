@@ -207,6 +207,10 @@ class Mover(ABC):
         self.adopt(rows)
         return rows
 
+    def pages_for(self, blocks: int) -> int:
+        """Of a table: how many it names for so many blocks."""
+        return blocks
+
     def move(
         self,
         rows: U8,
@@ -232,7 +236,7 @@ class Mover(ABC):
         if math.isnan(deadline_seconds):
             raise LayoutError("E514", "deadline_seconds", "is not a number", "give seconds")
         places = _places_of(table)
-        wrong = places.shape != (len(rows),) or (len(places) and (places.min() < 0 or places.max() >= self.pages_count))
+        wrong = places.shape != (self.pages_for(len(rows)),) or (len(places) and (places.min() < 0 or places.max() >= self.pages_count))
         if wrong or len(np.unique(places)) != len(places):
             cause = f"{places.size} places for {len(rows)} rows and {self.pages_count} pages"
             raise LayoutError("E514", "table", cause, "give each row a page of its own")
