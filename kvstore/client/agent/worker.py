@@ -143,8 +143,8 @@ class WorkerAgent:
 
     @property
     def memory(self) -> U8 | None:
-        """The agent's memory, in which staged rows lie, read-only: for a mover to adopt at the start. None where there is no agent; one that
-        was started anew has another."""
+        """The agent's memory, in which staged rows lie, read-only: for a mover to adopt at the start. None: no agent is there; a new one
+        has another."""
         attachment = self._attachment
         return attachment.arena if attachment is not None else None
 

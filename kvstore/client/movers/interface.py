@@ -189,7 +189,7 @@ class Mover(ABC):
         sound = str(pages.dtype).removeprefix("torch.") == "uint8" and len(shape) == 2 and min(shape) > 0
         if not sound or strides[1] != 1 or (shape[0] > 1 and strides[0] < shape[1]):
             raise LayoutError("E513", "pages", f"{pages.dtype} {shape}", "give (pages, row bytes) of uint8")
-        self.pages = pages  # kept: it is written to by address
+        self.pages: Any = pages  # kept: it is written to by address
         self.pages_count, self.row_bytes = int(shape[0]), int(shape[1])
         self.page_stride = int(strides[0])
         self.address = int(pages.ctypes.data if isinstance(pages, np.ndarray) else pages.data_ptr())
