@@ -334,6 +334,8 @@ def test_wrong_words_and_files_are_one_line(tmp_path: Path, capsys: pytest.Captu
     assert "error[E170]" in refused(*serve, str(tmp_path / "nothing"))
     save(tmp_path / "other", {"embedding.weight": torch.zeros(8, 8)}, {})
     assert "error[E174]" in refused(*serve, str(tmp_path / "other"))
+    assert "error[E156] mover cuda: pages are in host RAM" in refused(*serve[:4], "--mover", "cuda")
+    assert "error[E132]" in refused(*serve[:4], "--mover", "teleport")
     assert "error[E140]" in refused(*serve[:4], "--map", "map.toml", "--directory", str(tmp_path))
     assert "error[E136]" in refused(*serve[:4], "--directory", str(tmp_path), "--fresh")
     ClusterMap.local([Node("node-00", "node-00", "127.0.0.1:1", "127.0.0.1:2")], k=1, m=0).save(tmp_path / "map.toml")

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from gpu_tools import kernels_run
+from verbs.guest import has_devices
 
 from kvstore.client.movers import choose
-from kvstore.client.movers.choose import NAMES, Measured, chosen, make_mover, measure
+from kvstore.client.movers.choose import NAMES, Measured, Picked, chosen, make_mover, measure, pick
 from kvstore.client.movers.cpu import CpuMover
 from kvstore.client.movers.interface import _HELD, DoneEvent, Event, Move, MoveOutcome, Mover, refuse_encrypted, runs_of
 from kvstore.client.movers.kernel import move_columns, tensor_of
@@ -195,7 +196,6 @@ def test_pages_that_are_none_and_movers_that_cannot_run_here_are_refused() -> No
     for name in ("cuda", "cuda-kernel"):
         with pytest.raises(ConfigError, match="E156"):
             make_mover(name, pages_on("cpu"))
-    assert make_mover("auto", pages_on("cpu")).name == "cpu"
 
 
 def test_encrypted_blocks_do_not_land_in_a_gpu() -> None:
@@ -251,6 +251,29 @@ def test_what_can_run_here_is_measured_and_the_fastest_is_chosen() -> None:
     assert chosen(measured) in ("cpu", "loopback")  # the latter only where there is an RDMA device
     assert chosen([Measured("cpu", 1e9), Measured("cuda", 3e9), Measured("loopback", None)]) == "cuda"
     assert chosen([Measured("cpu", None)]) == ""
+
+
+def test_auto_picks_the_fastest_of_several_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(device: str) -> None:
+        raise ConfigError("E145", "RDMA", "no device is up")
+
+    monkeypatch.setattr(choose, "Loopback", none)
+    assert pick("auto") == Picked("cpu", "pages are in host RAM, and loopback cannot run (no device is up)")
+    assert make_mover("auto", pages_on("cpu")).name == "cpu"
+    monkeypatch.setattr(choose, "Loopback", lambda device: None)
+    found = [Measured("cpu", 2e9), Measured("cuda", None, why="no GPU"), Measured("loopback", 3.5e9)]
+    monkeypatch.setattr(choose, "measure", lambda device, **_: found)
+    assert pick("auto") == Picked("loopback", "measured cpu 2.00 GB/s, loopback 3.50 GB/s")
+    assert pick("cpu") == Picked("cpu", "as it was set")
+    del found[0], found[1]
+    with pytest.raises(ConfigError, match=r"E156.*cuda: no GPU") as caught:
+        pick("auto")
+    assert "\n" not in str(caught.value)
+    for name, code in (("cuda", "E156"), ("cuda-kernel", "E156"), ("loopback", "E156"), ("teleport", "E157")):
+        if name == "loopback" and has_devices():
+            continue
+        with pytest.raises(ConfigError, match=code):
+            pick(name)
 
 
 def test_a_mover_that_brings_wrong_bytes_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from kvstore.cli.cluster import ask_nodes, require_some
 from kvstore.cli.flags import add_transport, fabric_of
 from kvstore.cli.output import Output
 from kvstore.cli.up import K, M, check_erasable, check_room, short_path, stop_on_signals
+from kvstore.client.movers.choose import pick
 from kvstore.clustermap import ClusterMap
 from kvstore.config import xdg
 from kvstore.errors import ConfigError, UsageError
@@ -74,7 +75,7 @@ It needs torch: pip install 'kvstore[engine]'. There is no login: listen on 127.
         "--audit", metavar="N", default="0", help="of N answers over a bounded replay compute one again exactly (default 0: none)"
     )
     serve.add_argument(
-        "--mover", metavar="NAME", help="how loaded rows come into its memory: auto, cpu, loopback (kvstore doctor --measure)"
+        "--mover", metavar="NAME", help="how loaded rows come into its memory: cpu, loopback; auto (the default): the faster here"
     )
     add_transport(serve)
     serve.set_defaults(settings_flags=("mover", "transport"))
@@ -101,14 +102,16 @@ def run(args: argparse.Namespace) -> int:
         began = time.monotonic()
         model, weights = load_model(model_name, args.weights, threads)
         out.step("ok", "model", f"{model_name}, weights {weights}{_noise(weights)}, {time.monotonic() - began:.1f} s")
+        mover = pick(args.settings["mover"], layout=model.layout)
+        out.step("ok", "mover", f"{mover.name}: {mover.why}")
         config = ServeConfig(
             queue_max=queue, directories=tuple(args.window_directory), audit_every=audit, access_log=args.access_log,
-            mover=args.settings["mover"], transport=args.settings["transport"], fabric=fabric_of(args.settings),
+            mover=mover.name, transport=args.settings["transport"], fabric=fabric_of(args.settings),
         )  # fmt: skip
         cluster_map, map_path, cluster = _cluster(args, out, stack, nodes)
         url = stack.enter_context(serving(model, weights, cluster_map, listening, config))
         out.step("ok", "server", url)
-        _ready(out, url, model_name, cluster_map, map_path, cluster, time.monotonic() - started)
+        _ready(out, url, model_name, mover.name, cluster_map, map_path, cluster, time.monotonic() - started)
         _watch(cluster, out, stop)
     out.note("stopped; what is cached is kept")
     return 0
@@ -181,7 +184,7 @@ def _cluster(
 
 
 def _ready(
-    out: Output, url: str, model: str, cluster_map: ClusterMap, map_path: Path, cluster: LocalCluster | None, seconds: float
+    out: Output, url: str, model: str, mover: str, cluster_map: ClusterMap, map_path: Path, cluster: LocalCluster | None, seconds: float
 ) -> None:
     option = f" --map {map_path}"
     out.line(f"Ready in {seconds:.1f} s.", style="bold")
@@ -196,6 +199,7 @@ def _ready(
     data = {
         "url": url,
         "model": model,
+        "mover": mover,
         "pid": os.getpid(),
         "ready_seconds": round(seconds, 3),
         "map": str(map_path),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from verbs.nodes import cluster
 
 from kvstore.client import Client, LoadOutcome
 from kvstore.client.movers import devices
+from kvstore.client.movers.choose import Picked, pick
 from kvstore.client.movers.interface import MoveOutcome
 from kvstore.client.movers.loopback import LoopbackMover
 from kvstore.client.streaming import stream_planes
@@ -167,6 +169,30 @@ def test_planes_come_from_nodes_into_pages_by_the_nic_alone(tmp_path: Path) -> N
                 stream.cancel()
                 assert list(stream) == []
             assert (stream.outcome, stream.blocks, stream.lost) == (LoadOutcome.CANCELLED, 0, False)
+        assert client.stats()["read_bytes_tcp"] == 0
+
+
+@pytest.mark.long  # torch takes a minute to be imported there
+def test_the_bundled_engine_fills_its_pages_by_the_nic(tmp_path: Path) -> None:
+    import torch
+
+    from kvstore.engine_integration.engine import Engine, EngineConfig, RequestOptions
+    from kvstore.engine_integration.model import TINY
+    from kvstore.engine_integration.model.model import Model
+
+    torch.set_num_threads(1)
+    assert pick("loopback") == Picked("loopback", "as it was set") and pick("auto").why.startswith("measured cpu ")
+    model, prompt = Model.random(TINY), [11 * at % 251 for at in range(120)]
+    config = replace(NO_REUSE, block_tokens=TINY.block)
+    with cluster(tmp_path) as (_, map_, _), Client(map_, layout=model.layout, config=config) as client:
+        answers = []
+        with Engine(model, client, EngineConfig(mover="loopback", lookup_deadline_seconds=60.0, load_deadline_seconds=200.0)) as engine:
+            for _ in range(2):
+                answers.append(engine.submit(prompt, options=RequestOptions(max_tokens=3)).result(WAIT_SECONDS))
+                assert client.flush(WAIT_SECONDS)
+            assert engine.landing.mover.name == "loopback" and engine.landing.faults == 0
+        cold, warm = answers
+        assert (cold.cached_tokens, warm.window) == (0, "hit") and warm.cached_tokens >= 64 and warm.tokens == cold.tokens
         assert client.stats()["read_bytes_tcp"] == 0
 
 

@@ -18,7 +18,8 @@ import numpy as np
 from kvstore.client.movers.cpu import CpuMover
 from kvstore.client.movers.interface import MoveOutcome, Mover
 from kvstore.client.native import U8
-from kvstore.errors import ConfigError, KvstoreError
+from kvstore.errors import ConfigError, KvstoreError, Unreachable
+from kvstore.kernels._native import Loopback
 from kvstore.layout import PRESETS, Layout
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ AUTO: Final = "auto"
 BLOCKS: Final = 256  # of 113,920 bytes: 29 MB, more than a cache holds, and an eighth of a second over slow PCIe
 ROUNDS: Final = 7
 ROUND_SECONDS: Final = 20.0
+SHORT_BYTES: Final = 16 << 20  # at an engine's start: a quarter of a second in all, on a slow host
+SHORT_BLOCKS_MAX: Final = 2048  # of small blocks: a move of more is rare
+SHORT_ROUNDS: Final = 3
 LAYOUT: Final = PRESETS["v41"]
 
 
@@ -43,11 +47,55 @@ class Measured:
     note: str = ""
 
 
-def make_mover(name: str, pages: Tensor | U8, *, rdma_device: str = AUTO) -> Mover:
-    """`name`: one of NAMES, or "auto": in host RAM `cpu`, in a GPU the fastest of a short measurement. Raises ConfigError E156, E157."""
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Of NAMES, and why this one: for a line at an engine's start."""
+
+    name: str
+    why: str
+
+
+def pick(name: str, device: str = "cpu", *, rdma_device: str = AUTO, layout: Layout = LAYOUT) -> Picked:
+    """The mover for pages on `device` (as torch calls it): `name`, or with "auto" the fastest by a short measurement of several.
+
+    Raises ConfigError E156 where it cannot be had here, E157 for no name of a mover."""
     if name == AUTO:
-        on_host = isinstance(pages, np.ndarray) or pages.device.type == "cpu"
-        name = "cpu" if on_host else chosen(measure(str(pages.device), rdma_device=rdma_device, blocks=64, rounds=3)) or "cuda"
+        return _fastest(device, rdma_device, layout)
+    pages: Any = np.zeros((1, 1), np.uint8)
+    if device != "cpu":
+        import torch
+
+        pages = torch.zeros((1, 1), dtype=torch.uint8, device=device)
+    try:
+        make_mover(name, pages, rdma_device=rdma_device).close()
+    except (ConfigError, Unreachable) as error:
+        if error.code == "E157":
+            raise
+        raise ConfigError("E156", f"mover {name}", error.cause or error.what, "use another: kvstore doctor --measure") from None
+    return Picked(name, "as it was set")
+
+
+def _fastest(device: str, rdma_device: str, layout: Layout) -> Picked:
+    if device == "cpu":
+        try:
+            Loopback(rdma_device)
+        except KvstoreError as error:
+            return Picked("cpu", f"pages are in host RAM, and loopback cannot run ({error.cause or error.what})")
+    blocks = max(64, min(SHORT_BLOCKS_MAX, SHORT_BYTES // layout.block_bytes))
+    measured = measure(device, rdma_device=rdma_device, blocks=blocks, rounds=SHORT_ROUNDS, layout=layout)
+    name = chosen(measured)
+    if not name:
+        why = "; ".join(f"{each.name}: {each.why}" for each in measured)
+        raise ConfigError("E156", f"mover for {device}", why, "see kvstore doctor --measure")
+    rates = [f"{each.name} {each.bytes_per_second / 1e9:.2f} GB/s" for each in measured if each.bytes_per_second]
+    return Picked(name, f"measured {', '.join(rates)}")
+
+
+def make_mover(name: str, pages: Tensor | U8, *, rdma_device: str = AUTO) -> Mover:
+    """`name`: one of NAMES, or "auto", as `pick` does. Raises ConfigError E156, E157."""
+    if name == AUTO:
+        device = "cpu" if isinstance(pages, np.ndarray) else str(pages.device)
+        name = pick(AUTO, device, rdma_device=rdma_device).name
     if name not in NAMES:
         raise ConfigError("E157", f'mover "{name}"', fix=f"write one of {', '.join((AUTO, *NAMES))}")
     if name == "loopback":

@@ -86,10 +86,9 @@ class PagedMover(Mover):
                     f"{tuple(each.pages.shape)} on {device} for {each.part}; the first: {tuple(tensors[0].pages.shape)} on {self.device}"
                 )
                 raise LayoutError("E513", "pages of a layer", cause, "give tensors on one device that one block table serves")
-        self.inner = make_mover(_name(mover, self.device), flat[0])  # its memory and streams
-        if self.inner.name == "loopback":
-            self.inner.close()
+        if mover == "loopback":
             raise ConfigError("E156", "mover loopback", "fills one tensor of whole blocks", "use cpu, cuda or cuda-kernel")
+        self.inner = make_mover(_name(mover, self.device), flat[0])  # its memory and streams
         self.pages, self.row_bytes, self.tensors = flat, block_bytes, tuple(tensors)
         self.layers = [each.columns for each in tensors]
 
@@ -120,8 +119,10 @@ class PagedMover(Mover):
 
 
 def _name(mover: str, device: str) -> str:
-    if mover != AUTO or device == "cpu":
-        return "cpu" if mover == AUTO else mover
+    if mover != AUTO:
+        return mover
+    if device == "cpu":
+        return "cpu"
     return chosen([each for each in measure(device, blocks=64, rounds=3) if each.name != "loopback"]) or "cuda"
 
 

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.agent.arena import Arena
-from kvstore.client.movers.choose import make_mover
+from kvstore.client.movers.choose import AUTO, make_mover, pick
 from kvstore.client.movers.interface import MoveOutcome, Mover
 from kvstore.engine_integration.model.pages import Pages
 from kvstore.engine_integration.model.state import Bytes, RequestState
 from kvstore.errors import KvstoreError, Unreachable
+from kvstore.layout import Layout, Section
 
 MOVE_SECONDS: Final = 1.0  # of one source's rows: far more than the slowest mover needs
 log = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ class Landing:
 
     def __init__(self, pages: Pages, mover: str, stage_bytes: int) -> None:
         """`mover`: a name of kvstore/client/movers/choose.py. Raises ConfigError E156, E157, Unreachable where the mover cannot be had."""
+        if mover == AUTO:
+            picked = pick(AUTO, layout=Layout((Section("block", pages.codes.shape[1]),)))
+            log.info("mover %s: %s", picked.name, picked.why)
+            mover = picked.name
         self.mover: Mover = make_mover(mover, pages.codes)
         self.faults = 0
         self._lock = threading.Lock()
