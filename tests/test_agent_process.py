@@ -154,6 +154,16 @@ def test_a_mover_takes_planes_from_the_agents_memory_without_a_copy(site: Site) 
         site.agent.until_free()
 
 
+def test_without_an_agent_nothing_is_moved(tmp_path: Path) -> None:
+    with WorkerAgent(tmp_path / "nobody", layout=V41, wait_seconds=0.0) as agent, Given(np.zeros((2, V41.block_bytes), np.uint8)) as mover:
+        assert agent.memory is None
+        ticket = agent.lookup(prompt(1001))
+        for rows in (None, mover.host_rows(1)):
+            with stream_planes(agent, ticket, mover, [], rows) as stream:
+                assert list(stream) == []
+            assert (stream.outcome, stream.blocks) == (LoadOutcome.COMPLETE, 0)
+
+
 def test_loads_into_memory_of_the_callers_own_equal_what_was_stored(site: Site) -> None:
     with WorkerAgent(site.path, layout=V41) as agent:
         for seed, data in site.prompts.items():

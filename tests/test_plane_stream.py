@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from client_tools import NO_REUSE, V41, Blocks, chain, cluster_of, store, ticket
 from faultpeer import Item, PeerCluster, Verdict
 from mover_tools import Given
 
-from kvstore.client import AsyncClient, Client, LoadOutcome
+from kvstore.client import AsyncClient, Client, LoadOutcome, streaming
 from kvstore.client.agent.ram import RamTier
 from kvstore.client.streaming import PlaneStream, stream_planes
 from kvstore.errors import LayoutError, MisuseError, Unreachable
@@ -91,6 +92,26 @@ def test_planes_go_on_into_their_pages_in_order(tmp_path: Path, ram: bool) -> No
             blocks = [blocks for _, blocks in take(stream)]
         assert stream.blocks in (0, BLOCKS) and (stream.outcome is LoadOutcome.COMPLETE) == bool(stream.blocks) == bool(blocks)
         check_pages(mover, data, stream.blocks)
+
+
+def test_an_engine_may_take_longer_than_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "MOVE_SECONDS", 0.2)
+    with (
+        cluster_of(tmp_path, NODES, k=K, m=NODES - K) as cluster,
+        Client(cluster.map, layout=V41, config=NO_REUSE, ram=RamTier(64 << 20)) as client,
+        mover_of() as (mover, rows),
+    ):
+        keys = chain(1, V41)
+        data = store(client, keys)
+        ticket = client.lookup(keys)
+        for _ in range(2):  # from now on it comes from RAM, at once
+            client.load(ticket, rows[:1])
+        with stream_planes(client, ticket, mover, TABLE, rows, deadline_seconds=0.0) as stream:
+            for _ in stream:
+                end = time.monotonic() + 0.3
+                until(lambda end=end: time.monotonic() > end, "a layer to be computed")  # type: ignore[misc]  # bound now
+        assert (stream.outcome, stream.blocks) == (LoadOutcome.COMPLETE, 1)
+        assert np.array_equal(mover.pages[TABLE[:1]], data)
 
 
 # --- peers that fail as they are told ---

@@ -70,7 +70,7 @@ class PlaneStream:
         self.result: LoadResult | None = None  # of the load alone
         self.lost = False
         self._source, self._columns, self._mover, self._table = source, columns, mover, table
-        self._end = time.monotonic() + deadline_seconds + MOVE_SECONDS
+        self._load_end = time.monotonic() + deadline_seconds
         self._cancelled = threading.Event()
         self._moved = 0
         self._ahead: PlaneReady | None = None  # has come, and is for a move of fewer blocks
@@ -127,12 +127,16 @@ class PlaneStream:
 
     def _move(self, blocks: int, columns: Iterator[slice]) -> Move:
         table = self._table[: self._mover.pages_for(blocks)]
-        return self._mover.move(self._source.rows[:blocks], table, columns, deadline_seconds=self._end - time.monotonic())
+        return self._mover.move(self._source.rows[:blocks], table, columns)
 
     def _each(self, move: Move, blocks: int) -> Generator[PlaneMoved, None, None]:
         try:
             with move:
-                for one in move:
+                while True:  # whoever takes the planes may take longer than the load's deadline
+                    move.end = max(self._load_end, time.monotonic()) + MOVE_SECONDS
+                    one = next(move, None)
+                    if one is None:
+                        break
                     self._moved += 1
                     yield PlaneMoved(self._moved - 1, blocks, one.columns, one.event)
         finally:
@@ -203,7 +207,6 @@ def stream_planes(
 
     Raises LayoutError E514, E517 for rows or a table that do not fit, and what `loader` raises where its planes() does."""
     wanted = checked_blocks(ticket, blocks)
-    facts = loader if isinstance(loader, Client) else loader.client
     source: Source
     if rows is not None:
         source = _Loading(loader, ticket, rows[: len(wanted)], wanted, hedge, deadline_seconds)
@@ -212,7 +215,10 @@ def stream_planes(
     else:
         raise LayoutError("E514", "rows", "only a WorkerAgent has memory of its own", "give what the mover was given: its host_rows()")
     try:
-        columns = [plane.columns for plane in facts.layout.planes(facts.map.k)]
+        columns: list[slice] = []
+        if wanted:  # else there may never have been an agent that told its map
+            facts = loader if isinstance(loader, Client) else loader.client
+            columns = [plane.columns for plane in facts.layout.planes(facts.map.k)]
         return PlaneStream(source, columns, mover, table, deadline_seconds)
     except BaseException:
         source.cancel()

@@ -106,7 +106,8 @@ class Move:
     """See above. Use it in a `with` block; `cancel` from any thread, everything else from one."""
 
     def __init__(self, way: Way, layers: Iterable[slice], end: float, width: int, held: Any) -> None:
-        self._way, self._layers, self._end, self._width, self._held = way, iter(layers), end, width, held
+        self._way, self._layers, self._width, self._held = way, iter(layers), width, held
+        self.end = end  # monotonic; who iterates it may put it off
         self._cancelled = threading.Event()
         self._last: Event = DoneEvent()
         self._count = 0
@@ -132,7 +133,7 @@ class Move:
                     told = f"columns {columns.start} to {columns.stop}" if isinstance(columns, slice) else f"layer {columns!r}"
                     raise LayoutError("E515", told, f"rows have {self._width} bytes", "give slices of whole numbers, both ends named")
                 try:
-                    self._last = self._way.start(columns, self._end)
+                    self._last = self._way.start(columns, self.end)
                 except DeadlineExceeded:
                     self.outcome = MoveOutcome.TIMEOUT
                     raise StopIteration from None
@@ -143,14 +144,14 @@ class Move:
     def _stopped(self) -> bool:
         if self._cancelled.is_set():
             self.outcome = MoveOutcome.CANCELLED
-        elif time.monotonic() >= self._end:
+        elif time.monotonic() >= self.end:
             self.outcome = MoveOutcome.TIMEOUT
         return self.outcome is not None
 
     def finish(self) -> MoveOutcome:
         """Ends it, after the layers that were begun. COMPLETE only where it was iterated to its end, and all came in time."""
         if self.outcome is None:
-            came = self._last.wait(max(0.0, self._end - time.monotonic()))
+            came = self._last.wait(max(0.0, self.end - time.monotonic()))
             self.outcome = (MoveOutcome.COMPLETE if self._exhausted else MoveOutcome.CANCELLED) if came else MoveOutcome.TIMEOUT
         return self.outcome
 
