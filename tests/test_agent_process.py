@@ -128,6 +128,7 @@ def test_a_mover_takes_planes_from_the_agents_memory_without_a_copy(site: Site) 
         ticket, table = agent.lookup(prompt(1001)), np.random.default_rng(6).permutation(60)[:BLOCKS]
         with pytest.raises(LayoutError, match="E517"):  # not adopted yet
             stream_planes(agent, ticket, mover, table)
+        site.agent.until_free()  # what was staged for it
         mover.adopt(agent.memory)
         with stream_planes(agent, ticket, mover, table) as stream:
             taken = [(moved.plane, moved.blocks) for moved in stream]
