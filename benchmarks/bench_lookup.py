@@ -1,4 +1,4 @@
-"""Lookups of 600 blocks against full indexes, and what a daemon with such an index keeps in memory.
+"""Lookups of 600 blocks against full indexes, what a daemon with such an index keeps in memory, and lookups by a map with several epochs.
 
 Every lookup hashes its prompt's tokens anew and asks the nodes anew. The absent keys come last: for them the daemons are started again
 inside a control group whose memory is their own plus a quarter of the indexes.
@@ -27,8 +27,8 @@ from benchmarks.prompts import (
     store_in_turns,
     tokens_of,
 )
-from benchmarks.rig import NODES, Rig, anonymous_bytes, bytes_on_disk, forget_pages, resident_bytes_without
-from kvstore.client import Client
+from benchmarks.rig import NODES, Rig, anonymous_bytes, bytes_on_disk, forget_pages, resident_bytes_without, rig
+from kvstore.client import Client, ClientConfig
 from kvstore.keys import KeyChain
 from kvstore.server.local import LocalCluster
 
@@ -36,6 +36,7 @@ PROMPTS = 12  # of each shape, looked up in turn
 UNPINNED_TURNS = 15  # all prompts, each time after their pins have run out: nodes ask their indexes again
 INDEX_OVER_MEMORY = 4
 WARM_UP = 50
+EPOCHS = 4
 
 
 def lookup_seconds(rig: Rig, tokens: np.ndarray, expected_blocks: int) -> float:
@@ -121,4 +122,32 @@ def lookup(bench: Bench) -> dict[str, Figure]:
         ),
         "daemon_rss_mb": Figure(max(resident) / 1e6, at_most(200), size),
         "lookup_absent_p99_ms": Figure(percentile(absent, 99) * 1e3, at_most(5), f"{note_of(absent)}; {how}"),
+    }
+
+
+@measures("lookup_epochs_ms")
+def lookup_by_several_epochs(bench: Bench) -> dict[str, Figure]:
+    """The cluster has had four epochs, of the same nodes; its prompts are from all of them."""
+    blocks = bench.scale.chain_blocks
+    with ExitStack() as stack:
+        small = rig(bench, stack, "lookup-epochs")
+        maps = [small.cluster.map]
+        while len(maps) < EPOCHS:
+            maps.append(maps[-1].with_epoch([], [node.id for node in maps[-1].nodes]))
+        clients = [stack.enter_context(Client(each, layout=LAYOUT, config=ClientConfig(promise_reuse_seconds=0))) for each in maps]
+        seeds = range(40_000, 40_000 + PROMPTS)
+        for seed in seeds:
+            store_in_turns(clients[seed % EPOCHS], chain_keys(seed, blocks), short_extents(blocks, AGENT_EXTENTS_OF_600))
+        found = Rig(small.cluster, clients[-1])
+        found.settle()
+        prompts = [tokens_of(seed, blocks) for seed in seeds]
+        for prompt in prompts:
+            lookup_seconds(found, prompt, blocks)
+        hits = [lookup_seconds(found, prompts[number % PROMPTS], blocks) for number in range(bench.scale.samples)]
+        nowhere = itertools.count(50_000)
+        absent = [lookup_seconds(found, tokens_of(next(nowhere), blocks), 0) for _ in range(bench.scale.samples)]
+    return {
+        "lookup_epochs_ms.p50": Figure(percentile(hits, 50) * 1e3, at_most(2), note_of(hits)),
+        "lookup_epochs_ms.p99": Figure(percentile(hits, 99) * 1e3, at_most(5), note_of(hits)),
+        "lookup_epochs_ms.absent_p99": Figure(percentile(absent, 99) * 1e3, at_most(5), note_of(absent)),
     }

@@ -143,8 +143,7 @@ class Placement:
 
     def pg_of(self, keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
         """Group of each key (n, 32): the top pg_bits of its first 4 bytes, big-endian."""
-        front: NDArray[np.uint32] = np.ascontiguousarray(keys[:, :4]).view(">u4").reshape(-1).astype(np.uint32)
-        return front >> np.uint32(32 - self.pg_bits)
+        return _fronts(keys) >> np.uint32(32 - self.pg_bits)
 
     def nodes_of(self, pg: int) -> tuple[int, ...]:
         """k+m node ordinals (positions in the map's list of nodes); the i-th holds shard i. Distinct where there are k+m nodes or more."""
@@ -260,6 +259,21 @@ def _losable(counts: list[int], spare: int) -> int:
         if lost > spare:
             return done
     return len(counts)
+
+
+def _fronts(keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    fronts: NDArray[np.uint32] = np.ascontiguousarray(keys[:, :4]).view(">u4").reshape(-1).astype(np.uint32)
+    return fronts
+
+
+def lists_by_epoch(placements: Mapping[int, Placement], keys: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """(epochs, n, k+m) ordinals: the lists of `keys` (n, 32) in each epoch, the newest epoch first."""
+    newest_first = [placements[epoch] for epoch in sorted(placements, reverse=True)]
+    lists = np.empty((len(newest_first), len(keys), newest_first[0].shards_count), np.int32)
+    fronts = _fronts(keys)
+    for placement, into in zip(newest_first, lists, strict=True):
+        placement.table().take(fronts >> np.uint32(32 - placement.pg_bits), axis=0, out=into, mode="clip")  # none is beyond: a quicker path
+    return lists
 
 
 def nodes_of_writings(placements: Mapping[int, Placement], keys: NDArray[np.uint8], epochs: _U64) -> NDArray[np.int32]:

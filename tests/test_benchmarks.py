@@ -29,7 +29,8 @@ from benchmarks.overlap import ALIKE, PREFILL, allowed
 load_registry()
 IDS_OF_THE_TABLE = {
     *("codec_vs_isal", "codec_vs_zfec", "load_warm_vs_loopback", "load_cold_vs_uring", "store_vs_loopback", "lookup_600_ms"),
-    *("lookup_600_116_extents_ms", "lookup_absent_p99_ms", "lookup_false_short", "promise_broken", "p99_one_stopped", "p99_while_evicting"),
+    *("lookup_600_116_extents_ms", "lookup_absent_p99_ms", "lookup_epochs_ms", "lookup_false_short", "promise_broken"),
+    *("p99_one_stopped", "p99_while_evicting"),
     *("report_50m_seconds", "report_50m_memory_gb", "miss_labels", "tokens_add_up", "accounting_cost", "scan_resistance_points"),
     *("replay_vs_lru_points", "replay_infinite", "two_writers", "index_share", "disk_overhead", "daemon_rss_mb", "up_seconds", "kill9"),
     *("resume_bit_equal", "bounded_short_equal", "hit_rule", "rollback_equal", "ttft_cold_over_warm", "prefill_tps_ratio"),

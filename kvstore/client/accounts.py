@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,7 +24,7 @@ from kvstore.client.native import GHOST, I32, U8
 from kvstore.client.planner import by_node
 from kvstore.client.reasons import Gap, Ghost, I64s, Limits, Miss, Split, split
 from kvstore.kernels import _native
-from kvstore.placement import Placement
+from kvstore.placement import Placement, lists_by_epoch
 from kvstore.wire import WHY_KEYS_MAX, Verb, encode_why
 
 log = logging.getLogger(__name__)
@@ -189,7 +189,8 @@ class Accounts:
 
     def _ask_some(self, batch: list[Account], whose: I64s, blocks: I64s, keys: U8) -> None:
         """All of it in arrays: what runs here takes the interpreter from lookups that somebody waits for."""
-        frames = [frame for lists in self._nodes(keys) for frame in by_node(lists, np.unique(lists).tolist(), WHY_KEYS_MAX)]
+        lists = self._nodes(keys)
+        frames = by_node(lists, np.unique(lists).tolist(), WHY_KEYS_MAX)
         requests = [(node, int(Verb.WHY), encode_why(keys[mine].tobytes(), owner=self._owner)) for node, mine in frames]
         answers = self._core.call_many(requests, ASK_SECONDS)
         for (_, mine), (status, answer) in zip(frames, answers, strict=True):
@@ -201,10 +202,12 @@ class Accounts:
                     tags = row["tags"][: row["blocks"]].tobytes()
                     batch[whose[index]].ghosts.append(Ghost(int(blocks[index]), int(row["reason"]), int(row["last_bucket"]), tags))
 
-    def _nodes(self, keys: U8) -> Iterator[I32]:
-        """In each epoch NODES_ASKED nodes of each key's list: the same few for as many keys as possible, others in every batch."""
+    def _nodes(self, keys: U8) -> I32:
+        """(n, any) nodes to ask: in each epoch NODES_ASKED of each key's list, the same few for as many keys and epochs as possible, others
+        in every batch."""
         health = self._core.health().astype(np.int64)
         rank = health * len(health) + np.random.permutation(len(health))
-        for placement in self._placements.values():
-            rows = placement.table()[placement.pg_of(keys)]
-            yield np.take_along_axis(rows, np.argsort(rank[rows], axis=1)[:, :NODES_ASKED], axis=1)
+        lists = lists_by_epoch(self._placements, keys)
+        asked = min(NODES_ASKED, lists.shape[2])
+        best = np.take_along_axis(lists, np.argpartition(rank[lists], asked - 1, axis=2)[:, :, :asked], axis=2)
+        return np.ascontiguousarray(best.swapaxes(0, 1).reshape(len(keys), -1))

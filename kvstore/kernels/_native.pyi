@@ -505,6 +505,23 @@ class ClientCore:
 
     def close(self) -> None: ...
 
+# --- asking.cpp: plain reference of its rule in asking_reference.py. ValueError for arrays that do not fit.
+
+class Asking:
+    """Whom a lookup asks about which key. Not shared between threads."""
+
+    def __init__(self, lists: _I32, health: _U8, seed: int) -> None:
+        """Lists (epochs, n, k + m): nodes of each key; health as ClientCore.health(); other seeds choose others."""
+
+    def first(self) -> tuple[_I32, _I32]:
+        """(keys, nodes): so that of each list one node is asked."""
+
+    def elsewhere(self, indices: _I32, times: int) -> tuple[_I32, _I32]:
+        """(keys, nodes): of each list of these keys up to `times` nodes more that are up."""
+
+    def avoid(self, late: _U32) -> None:
+        """Takes these nodes last from now on."""
+
 # --- loopback.cpp: RDMA from this host to itself. ConfigError E145 to E147, Unreachable E148; IndexError for pieces outside of a region.
 
 class Loopback:
