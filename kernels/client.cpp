@@ -485,10 +485,11 @@ void bind_client(nanobind::module_& m) {
             nb::list out;
             for (auto& d : done)
               out.append(nb::make_tuple(d.id, nb::bytes(reinterpret_cast<const char*>(d.outcomes.data()), d.outcomes.size()),
-                                        nb::bytes(reinterpret_cast<const char*>(d.acks.data()), d.acks.size())));
+                                        nb::bytes(reinterpret_cast<const char*>(d.acks.data()), d.acks.size()), d.newer_epoch));
             return out;
           },
           "timeout_seconds"_a)
+      .def_prop_ro("newest_epoch", [](ClientCore& core) { return core.net->newest_epoch.load(std::memory_order_relaxed); })
       .def("call_many", &call_many, "requests"_a, "timeout_seconds"_a, "enough"_a = 0)
       .def("retry_down", [](ClientCore& core) {
         for (auto& node : core.net->nodes) node->down_until_ns.store(0, std::memory_order_relaxed);

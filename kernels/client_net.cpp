@@ -426,6 +426,7 @@ bool Conn::read_hello() {
   if (hello.version_min > wire::VERSION || hello.version_max < wire::VERSION) return close(outcome(Status::BAD_VERSION)), false;
   if (std::memcmp(hello.cluster, net.config.cluster.data(), net.config.cluster.size())) return close(outcome(Status::WRONG_CLUSTER)), false;
   greeted_ = true;
+  net.heard_epoch(hello.epoch);
   net.succeeded(node);
   heard(now_ns());
   return true;

@@ -189,6 +189,11 @@ class Net {
   std::vector<std::unique_ptr<Loop>> bulk_loops, write_loops;
 
   uint64_t next_id() { return ids_.fetch_add(1, std::memory_order_relaxed); }
+  std::atomic<uint64_t> newest_epoch{0};   // of the cluster map, that any node has named
+  void heard_epoch(uint64_t epoch) {
+    uint64_t known = newest_epoch.load(std::memory_order_relaxed);
+    while (known < epoch && !newest_epoch.compare_exchange_weak(known, epoch, std::memory_order_relaxed)) {}
+  }
   Loop& bulk_loop(uint32_t node) { return *bulk_loops[node % bulk_loops.size()]; }
   Loop& write_loop(uint32_t node) { return *write_loops[node % write_loops.size()]; }
   void failed(Node& node);      // a connection could not be made or went silent: held for down for a while, longer each time

@@ -226,6 +226,12 @@ void StoreExtent::on_result(WriteTask& task, Outcome result) {
     resolve(acks_ >= k_ ? Stored::DEGRADED : Stored::FAILED);
 }
 
+void StoreExtent::on_stale(uint64_t epoch) {
+  writer_.shared->net->heard_epoch(epoch);
+  std::lock_guard lock(mutex_);
+  if (epoch > job_->plan.write_epoch) newer_epoch_ = std::max(newer_epoch_, epoch);
+}
+
 void StoreExtent::on_released(WriteTask& task) {
   std::lock_guard lock(mutex_);
   if (!task.refers) return;
@@ -258,7 +264,7 @@ void StoreExtent::finish_if_released() {
   if (outcome_ == Stored::PENDING || refers_ || finished_) return;
   finished_ = true;
   tasks_.clear();   // they hold this extent
-  writer_.finished(*this, job_, index_, outcome_, acks_, true);
+  writer_.finished(*this, job_, index_, outcome_, acks_, newer_epoch_, true);
 }
 
 bool StoreExtent::lagging(int64_t now) {
@@ -277,7 +283,7 @@ void StoreExtent::drop() {
   std::lock_guard lock(mutex_);
   outcome_ = Stored::DROPPED;
   finished_ = true;
-  writer_.finished(*this, job_, index_, outcome_, 0, false);
+  writer_.finished(*this, job_, index_, outcome_, 0, 0, false);
 }
 
 void StoreExtent::abandon() {
@@ -329,7 +335,7 @@ uint64_t Writer::add(StorePlan plan) {
     std::lock_guard lock(mutex_);
     job->id = next_job_++;
     if (job->open == 0) {
-      done_.push_back({job->id, {}, {}});
+      done_.push_back({job->id, {}, {}, 0});
       done_changed_.notify_all();
     }
     for (uint32_t i = 0; i < job->plan.extents.size(); i++) {
@@ -353,7 +359,8 @@ uint64_t Writer::add(StorePlan plan) {
   return job->id;
 }
 
-void Writer::finished(StoreExtent& extent, const std::shared_ptr<StoreJob>& job, uint32_t index, Stored outcome, uint32_t acks, bool in_flight) {
+void Writer::finished(StoreExtent& extent, const std::shared_ptr<StoreJob>& job, uint32_t index, Stored outcome, uint32_t acks, uint64_t newer_epoch,
+                      bool in_flight) {
   const uint64_t bytes = extent.user_bytes();
   switch (outcome) {
     case Stored::DEGRADED: stats.extents_degraded++; [[fallthrough]];
@@ -364,13 +371,14 @@ void Writer::finished(StoreExtent& extent, const std::shared_ptr<StoreJob>& job,
   std::lock_guard lock(mutex_);
   job->outcomes[index] = uint8_t(outcome);
   job->acks[index] = uint8_t(acks);
+  job->newer_epoch = std::max(job->newer_epoch, newer_epoch);
   if (in_flight) {
     flight_bytes_ -= bytes;
     stats.flight_bytes = flight_bytes_;
     std::erase_if(flight_, [&](const auto& e) { return e.get() == &extent; });
   }
   if (--job->open == 0) {
-    done_.push_back({job->id, job->outcomes, job->acks});
+    done_.push_back({job->id, job->outcomes, job->acks, job->newer_epoch});
     done_changed_.notify_all();
   }
   changed_.notify_all();

@@ -64,6 +64,7 @@ struct StoreJob {
   uint32_t open = 0;                   // extents not finished
   std::vector<uint8_t> outcomes;       // Stored
   std::vector<uint8_t> acks;
+  uint64_t newer_epoch = 0;            // of the cluster map, for which a node refused a shard; 0: none did
 };
 
 // One shard on its way. Loop thread of its connection only, but for what is fixed.
@@ -113,6 +114,7 @@ class StoreExtent : public std::enable_shared_from_this<StoreExtent> {
   uint32_t parts(const WriteTask& task, uint64_t bytes_max, iovec* out, uint32_t max) const;
   void name_request(const WriteTask& task);          // writes the request id into the frame
   void on_result(WriteTask& task, Outcome result);   // acknowledged, refused or lost
+  void on_stale(uint64_t epoch);                     // refused, for the node's map has this epoch
   void on_released(WriteTask& task);                 // it no longer refers to the caller's memory
   bool lagging(int64_t now);                         // checks the deadlines; resolves when they are over. True when it may need to again
   void drop();                                       // before send()
@@ -141,6 +143,7 @@ class StoreExtent : public std::enable_shared_from_this<StoreExtent> {
   std::mutex mutex_;
   std::vector<std::shared_ptr<WriteTask>> tasks_;
   uint32_t acks_ = 0, pending_ = 0, refers_ = 0;
+  uint64_t newer_epoch_ = 0;
   Stored outcome_ = Stored::PENDING;
   bool finished_ = false;
   int64_t started_ns_ = 0, enough_ns_ = 0;           // enough: k shards are acknowledged
@@ -152,11 +155,12 @@ class Writer : public std::enable_shared_from_this<Writer> {
   ~Writer();
   void start();
   uint64_t add(StorePlan plan);      // queues its extents; the job's id
-  struct Done { uint64_t id; std::vector<uint8_t> outcomes, acks; };
+  struct Done { uint64_t id; std::vector<uint8_t> outcomes, acks; uint64_t newer_epoch; };
   std::vector<Done> wait_done(int64_t timeout_ns);   // jobs finished since the last call; empty when time has passed or all is over
   void stop();                       // what is queued is dropped; what is on its way is finished by its loops
   void abandon();                    // after the loops have ended: what is open has failed
-  void finished(StoreExtent& extent, const std::shared_ptr<StoreJob>& job, uint32_t index, Stored outcome, uint32_t acks, bool in_flight);
+  void finished(StoreExtent& extent, const std::shared_ptr<StoreJob>& job, uint32_t index, Stored outcome, uint32_t acks, uint64_t newer_epoch,
+                bool in_flight);
 
   const std::shared_ptr<LoadShared> shared;
   const StoreConfig config;

@@ -162,6 +162,7 @@ void WriteConn::on_reply(const FrameHeader& h) {
     loop.at(now_ns() + wait, [self, task] { self->add(task); });
     return;
   }
+  if (h.status == uint32_t(Status::STALE_MAP)) extent->on_stale(h.aux);
   extent->on_result(*task, h.status);
   extent->on_released(*task);
 }

@@ -120,6 +120,7 @@ class ClusterMap:
     classes: Mapping[str, RetentionClass] = field(default_factory=lambda: {c.name: c for c in DEFAULT_CLASSES})
     rules: Rules = NO_RULES
     directories: tuple[str, ...] = ()  # "ip:port" of the window directories, the same texts everywhere: keys are spread by them
+    path: Path | None = field(default=None, compare=False)  # the file that it was loaded from, which may get a newer epoch
 
     @cached_property
     def epoch(self) -> int:
@@ -151,7 +152,7 @@ class ClusterMap:
     @classmethod
     def load(cls, path: str | Path) -> ClusterMap:
         """Reads and checks a map file. Raises ConfigError, with file and line."""
-        return _read(TomlFile.load(path))
+        return replace(_read(TomlFile.load(path)), path=Path(path))
 
     @classmethod
     def parse(cls, text: str, name: str = "map") -> ClusterMap:

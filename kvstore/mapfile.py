@@ -14,9 +14,10 @@ LOOK_SECONDS: Final = 1.0  # between two looks whether the file is another
 class MapFile:
     """`request` from a signal handler; the others on one thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, seen: bool = True) -> None:
+        """`seen`: the file as it is now is known. Else the first `changed` says yes."""
         self.path = path
-        self._mark = self._look()
+        self._mark = self._look() if seen else ()
         self._asked = threading.Event()
 
     def request(self) -> None:

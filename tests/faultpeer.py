@@ -140,6 +140,8 @@ class Peer:
         self.discovered: list[bytes] = []
         self.chop: random.Random | None = None
         self.port = 0
+        self.epoch = 1  # of its cluster map
+        self.stale_aux = 0  # a rule that says STALE_MAP names this epoch
 
     # --- verbs ---
 
@@ -183,6 +185,8 @@ class Peer:
         made = record.parse(body)
         if isinstance(made, record.Check):
             return Status.CORRUPT
+        if made.write_epoch < self.epoch:
+            return Status.STALE_MAP
         name = (made.extent_key, made.write_id)
         if name in self.tombstones:
             return Status.TOMBSTONED
@@ -216,7 +220,7 @@ class Peer:
         self.asked[verb] += 1
         if verb == Verb.HELLO:
             hello = wire.Hello.decode(body)
-            answer = wire.Hello(hello.role, hello.cluster, 1, 1, 60, 0).encode()
+            answer = wire.Hello(hello.role, hello.cluster, self.epoch, 1, 60, 0).encode()
             await pipe.send(wire.encode(verb, answer, request_id=frame.request_id, kind=Kind.REPLY))
         elif verb == Verb.READ:
             pipe.chop = self.chop
@@ -224,7 +228,7 @@ class Peer:
         elif verb == Verb.WRITE:
             verdict = await self.reply_rule(verb, body, b"") if self.reply_rule is not None else None
             status = verdict if isinstance(verdict, Status) else self._write(body)
-            aux = 1 if status == Status.BUSY else 0
+            aux = {Status.BUSY: 1, Status.STALE_MAP: max(self.epoch, self.stale_aux)}.get(status, 0)
             await pipe.send(wire.encode(verb, request_id=frame.request_id, kind=Kind.REPLY, status=status, aux=aux))
         elif verb == Verb.VERBS_OPEN:  # no RDMA here; tests/verbs/rdmapeer.py has it
             await pipe.send(wire.encode(verb, request_id=frame.request_id, kind=Kind.REPLY, status=Status.NOT_FOUND))

@@ -96,6 +96,8 @@ def why_short(cluster_map: ClusterMap, timeout_seconds: float, otherwise: str) -
     """The cause to tell when blocks did not come or go: nodes down, or `otherwise`. Raises Unreachable where no node answers at all."""
     reports = ask_nodes(cluster_map, timeout_seconds, values=False)
     require_some(reports, cluster_map)
+    if (epoch := max(report.epoch for report in reports)) > cluster_map.epoch:
+        return f"this map has epoch {cluster_map.epoch}, nodes have epoch {epoch}"
     down = [report.node.id for report in reports if not report.up]
     shown = ", ".join(down[:4]) + (f" and {len(down) - 4} more" if len(down) > 4 else "")
     return f"down: {shown}" if down else otherwise

@@ -68,6 +68,14 @@ HEALTH: Final = {
         commands=("kvstore status --nodes",),
         for_seconds=60.0,
     ),
+    "MAP_BEHIND": HealthCode(
+        "WARN",
+        "nodes know a newer epoch than the map given here: members that it added are not looked at, and nodes refuse what is placed by it",
+        "the newest epoch that a node reports against the map's newest",
+        ("the map file here is an old copy",),
+        "copy the nodes' map file here, or name it with --map",
+        commands=("kvstore status --nodes",),
+    ),
     "EVICTION_STALLED": HealthCode(
         "ERR",
         "a node is full and evicts nothing, so it refuses writes",
@@ -218,6 +226,9 @@ ERRORS: Final = {
     "E134": ErrorCode("two retention classes share an id", (), "give each its own id, 0 to 15"),
     "E135": ErrorCode("a node id is not in the cluster map", ("wrong map", "misspelt id"), "add the node to the map or correct the id"),
     "E136": ErrorCode("a directory holds a cluster of another shape", ("--nodes changed",), "same shape, another directory, or --fresh"),
+    "E137": ErrorCode(
+        "the cluster map given is older than the nodes'", ("an epoch was added since",), "copy the nodes' map file there"
+    ),
     "E140": ErrorCode("the command line was not understood", (), "kvstore COMMAND --help"),
     "E141": ErrorCode("no cluster is known", ("no `kvstore up` runs for this user", "no --map"), "kvstore up, or --map FILE"),
     "E142": ErrorCode("an input file cannot be used", ("wrong file", "not readable"), "the message says what is expected"),

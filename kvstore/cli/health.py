@@ -55,6 +55,8 @@ def evaluate(
     found += _slow(up)
     found += _retention(cluster_map, members, lists)
     found += _versions(up)
+    if (epoch := max((report.epoch for report in up), default=0)) > cluster_map.epoch:
+        found.append(_health("MAP_BEHIND", "cluster", f"this map has epoch {cluster_map.epoch}, nodes have epoch {epoch}"))
     for client in clients:
         found += _client(client)
     found += [_health("DIRECTORY_DOWN", each.address, f"does not answer: {each.error}") for each in directories if not each.up]

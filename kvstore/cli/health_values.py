@@ -113,6 +113,7 @@ _VALUES: Final[dict[str, Callable[[ClusterMap, Reports], str]]] = {
     "STRIPE_DEGRADED": _answering,
     "STRIPE_LOST": _answering,
     "NODE_EPOCH_BEHIND": _epochs,
+    "MAP_BEHIND": _epochs,
     "EVICTION_STALLED": _fullest,
     "RETENTION_SHORT": _kept,
     "CHECKSUM_ERRORS": _worst("kvstore_disk_errors_total", "bad shards", kind="checksum"),

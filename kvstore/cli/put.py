@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import shutil
 import sys
@@ -91,7 +92,9 @@ def _copy_of(stream: IO[bytes]) -> IO[bytes]:
 def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: str, args: argparse.Namespace) -> tuple[int, int]:
     """Blocks stored now, and those of them in extents short of a shard. Raises StorageError E404 where a store failed."""
     from kvstore.client import Client, ClientConfig, StoreOutcome
+    from kvstore.client.reach import stale_map
 
+    logging.getLogger("kvstore.client.reach").addHandler(logging.NullHandler())  # what it would say on stderr is the error here
     keys = handle.keys()
     if not len(keys):
         return 0, 0
@@ -103,6 +106,8 @@ def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: 
         bar.advance(there)
         for at, blocks in windows(file, handle, there):
             done = client.store(keys[: at + len(blocks)], blocks, first_block=at, retention_class=retention).result(timeout + STORE_SECONDS)
+            if done.outcome is StoreOutcome.STALE_MAP:
+                raise stale_map(client.map, done.node_epoch)
             if done.outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED):
                 what = f"blocks {at} to {at + len(blocks) - 1} could not be stored"
                 raise StorageError("E404", what, *_why_failed(client.stats(), cluster_map, timeout))

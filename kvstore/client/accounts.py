@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,9 +21,9 @@ from kvstore.client.access_log import AccessLog
 from kvstore.client.counters import Counters
 from kvstore.client.native import GHOST, I32, U8
 from kvstore.client.planner import by_node
+from kvstore.client.reach import Reach, Reaches
 from kvstore.client.reasons import Gap, Ghost, I64s, Limits, Miss, Split, split
-from kvstore.kernels import _native
-from kvstore.placement import Placement, lists_by_epoch
+from kvstore.placement import lists_by_epoch
 from kvstore.wire import WHY_KEYS_MAX, Verb, encode_why
 
 log = logging.getLogger(__name__)
@@ -73,15 +72,13 @@ class Accounts:
 
     def __init__(
         self,
-        core: _native.ClientCore,
-        placements: Mapping[int, Placement],
+        reaches: Reaches,
         owner: bytes,
         bucket_seconds: int,
         counters: Counters,
         access_log: AccessLog | None,
     ) -> None:
-        self._core = core
-        self._placements = placements
+        self._reaches = reaches
         self._owner = owner
         self._bucket_seconds = bucket_seconds
         self._counters = counters
@@ -185,14 +182,15 @@ class Accounts:
         keys = np.concatenate([account.keys[wanted] for account, wanted in zip(batch, missing, strict=True)])
         for at in range(0, len(keys), KEYS_AT_ONCE):
             part = slice(at, at + KEYS_AT_ONCE)
-            self._ask_some(batch, whose[part], blocks[part], keys[part])
+            with self._reaches.using() as reach:
+                self._ask_some(reach, batch, whose[part], blocks[part], keys[part])
 
-    def _ask_some(self, batch: list[Account], whose: I64s, blocks: I64s, keys: U8) -> None:
+    def _ask_some(self, reach: Reach, batch: list[Account], whose: I64s, blocks: I64s, keys: U8) -> None:
         """All of it in arrays: what runs here takes the interpreter from lookups that somebody waits for."""
-        lists = self._nodes(keys)
+        lists = _nodes(reach, keys)
         frames = by_node(lists, np.unique(lists).tolist(), WHY_KEYS_MAX)
         requests = [(node, int(Verb.WHY), encode_why(keys[mine].tobytes(), owner=self._owner)) for node, mine in frames]
-        answers = self._core.call_many(requests, ASK_SECONDS)
+        answers = reach.core.call_many(requests, ASK_SECONDS)
         for (_, mine), (status, answer) in zip(frames, answers, strict=True):
             if status != 0 or len(answer) < 8 or (len(answer) - 8) % GHOST.itemsize:
                 continue
@@ -202,12 +200,13 @@ class Accounts:
                     tags = row["tags"][: row["blocks"]].tobytes()
                     batch[whose[index]].ghosts.append(Ghost(int(blocks[index]), int(row["reason"]), int(row["last_bucket"]), tags))
 
-    def _nodes(self, keys: U8) -> I32:
-        """(n, any) nodes to ask: in each epoch NODES_ASKED of each key's list, the same few for as many keys and epochs as possible, others
-        in every batch."""
-        health = self._core.health().astype(np.int64)
-        rank = health * len(health) + np.random.permutation(len(health))
-        lists = lists_by_epoch(self._placements, keys)
-        asked = min(NODES_ASKED, lists.shape[2])
-        best = np.take_along_axis(lists, np.argpartition(rank[lists], asked - 1, axis=2)[:, :, :asked], axis=2)
-        return np.ascontiguousarray(best.swapaxes(0, 1).reshape(len(keys), -1))
+
+def _nodes(reach: Reach, keys: U8) -> I32:
+    """(n, any) nodes to ask: in each epoch NODES_ASKED of each key's list, the same few for as many keys and epochs as possible, others
+    in every batch."""
+    health = reach.core.health().astype(np.int64)
+    rank = health * len(health) + np.random.permutation(len(health))
+    lists = lists_by_epoch(reach.placements, keys)
+    asked = min(NODES_ASKED, lists.shape[2])
+    best = np.take_along_axis(lists, np.argpartition(rank[lists], asked - 1, axis=2)[:, :, :asked], axis=2)
+    return np.ascontiguousarray(best.swapaxes(0, 1).reshape(len(keys), -1))

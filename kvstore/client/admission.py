@@ -15,18 +15,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from kvstore.client.counters import Counters
 from kvstore.client.native import I32, SILENT, U8
 from kvstore.client.planner import by_node
-from kvstore.client.store import StoreFuture, Stores, not_sent
+from kvstore.client.reach import Reach, Reaches
+from kvstore.client.store import Order, Stores, not_sent
 from kvstore.client.values import StoreOutcome
-from kvstore.kernels import _native
 from kvstore.wire import KEYS_MAX, Verb, Vote, encode_admit
 
 log = logging.getLogger(__name__)
@@ -42,22 +41,18 @@ class Candidate:
     keys: U8
     nodes: I32
     bucket: int
-    submit: Callable[[int], int]  # of so many extents, from the first on
-    buffer: Any
-    block_counts: tuple[int, ...]
-    block_bytes: int
-    future: StoreFuture
+    order: Order
 
     @property
     def bytes(self) -> int:
-        return sum(self.block_counts) * self.block_bytes
+        return self.order.rows.nbytes
 
 
 class Admission:
     """Of one client."""
 
-    def __init__(self, core: _native.ClientCore, stores: Stores, owner: bytes, counters: Counters, queue_bytes_max: int) -> None:
-        self._core = core
+    def __init__(self, reaches: Reaches, stores: Stores, owner: bytes, counters: Counters, queue_bytes_max: int) -> None:
+        self._reaches = reaches
         self._stores = stores
         self._owner = owner
         self._counters = counters
@@ -113,17 +108,16 @@ class Admission:
                 self._hand_on(one, count)
 
     def _hand_on(self, one: Candidate, count: int) -> None:
-        declined = one.block_counts[count:]
+        declined = one.order.counts[count:]
         if declined:
-            self._counters.declined(len(declined), sum(declined) * one.block_bytes)
+            self._counters.declined(len(declined), sum(declined) * one.order.block_bytes)
         if count == 0 and declined:
             self._stores.expect(-1)
-            one.future.set_result(not_sent(StoreOutcome.DECLINED, len(declined)))
+            one.order.future.set_result(not_sent(StoreOutcome.DECLINED, len(declined)))
             return
         try:
-            self._stores.add(
-                lambda: one.submit(count), one.buffer, one.block_counts[:count], one.block_bytes, future=one.future, declined=len(declined)
-            )
+            one.order.declined = len(declined)
+            self._stores.add(one.order, count)
         except Exception:
             self._drop([one])
             return
@@ -133,18 +127,22 @@ class Admission:
         for one in candidates:
             self._counters.unasked(one.bytes)
             self._stores.expect(-1)
-            one.future.set_result(not_sent(StoreOutcome.DROPPED, len(one.block_counts)))
+            one.order.future.set_result(not_sent(StoreOutcome.DROPPED, len(one.order.spans)))
 
     def _votes(self, batch: list[Candidate]) -> list[int]:
         """For each store how many of its extents, from the first on, are to be written."""
         keys = np.concatenate([one.keys for one in batch])
         nodes = np.concatenate([one.nodes for one in batch])
-        answering = np.append(self._core.health() < SILENT, False)  # -1, no node, is the last
+        with self._reaches.using() as reach:
+            return self._voted(reach, batch, keys, nodes)
+
+    def _voted(self, reach: Reach, batch: list[Candidate], keys: U8, nodes: I32) -> list[int]:
+        answering = np.append(reach.core.health() < SILENT, False)  # -1, no node, is the last
         frames = by_node(nodes, np.unique(nodes[answering[nodes]]).tolist(), KEYS_MAX)
         bucket = max(one.bucket for one in batch)
         requests = [(node, int(Verb.ADMIT), encode_admit(keys[some].tobytes(), owner=self._owner, bucket=bucket)) for node, some in frames]
         balance = np.zeros(len(keys), np.int64)
-        for (_, some), (status, body) in zip(frames, self._core.call_many(requests, ASK_SECONDS), strict=True):
+        for (_, some), (status, body) in zip(frames, reach.core.call_many(requests, ASK_SECONDS), strict=True):
             if status == 0 and len(body) == 4 * len(some):
                 no = np.isin(np.frombuffer(body, "<u4"), (Vote.UNSEEN, Vote.BUDGET))
                 balance[some] += np.where(no, -1, 1)

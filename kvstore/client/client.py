@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -27,6 +28,7 @@ from kvstore.client.load import Hedge, Load, checked_blocks
 from kvstore.client.lookup import Hit, Lookup, Wanted
 from kvstore.client.native import U8, U32
 from kvstore.client.promises import Promises
+from kvstore.client.reach import Reaches
 from kvstore.client.reasons import Limits
 from kvstore.client.store import StoreFuture, Stores
 from kvstore.client.ticket import EXTENT, Ticket
@@ -37,7 +39,7 @@ from kvstore.errors import Closed, LayoutError, MisuseError
 from kvstore.extents import cut
 from kvstore.kernels import _native
 from kvstore.keys import Keys, checked_keys
-from kvstore.layout import Layout
+from kvstore.layout import Layout, Plane
 from kvstore.owners import DEFAULT, OTHER
 from kvstore.placement import Placement
 
@@ -70,13 +72,11 @@ class Client:
         there is none here."""
         if not isinstance(owner, bytes) or len(owner) != OWNER_BYTES:
             raise MisuseError("E565", "owner", "is not 16 bytes", "pass the tenant's owner tag")
-        self.map = cluster_map
         self.layout = layout
         self.config = config or ClientConfig()
         self.clock = clock or Clock()
         self.owner = owner
         self.ram = ram
-        self._placements = {number: Placement(cluster_map, number) for number in cluster_map.epochs}
         self._planes = layout.planes(cluster_map.k)
         self._plane_table: U32 = np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in self._planes], np.uint32)
         tag = int.from_bytes(layout.digest()[:8], "little")
@@ -85,35 +85,28 @@ class Client:
         self._counters = Counters()
         self._starts: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()  # last block's key of a chain: starts of its extents
         config = self.config
-        self._core = _native.ClientCore(
-            [node.address for node in cluster_map.nodes], cluster_map.tag, cluster_map.epoch, cluster_map.k, cluster_map.m,
-            threads=config.threads, bulk_connections_max=config.bulk_connections_max, queue_bytes_max=config.queue_bytes_max,
-            connect_timeout_seconds=config.connect_timeout_seconds, stall_timeout_seconds=config.stall_timeout_seconds,
-            drain_timeout_seconds=config.drain_timeout_seconds, idle_timeout_seconds=config.idle_timeout_seconds,
-            plane_wait_seconds=config.plane_wait_seconds,
-            store_deadline_seconds=config.store_deadline_seconds, congestion_control=tcp.for_kernel(config.congestion_control),
-            transport=config.transport, rdma_device=config.rdma_device, rdma_pool_bytes=config.rdma_pool_bytes,
-            rdma_zone_bytes=max(config.rdma_zone_bytes, *(2 * p.shard_bytes for p in self._planes)), rdma_windows=config.rdma_windows,
-            rdma_traffic_class=config.rdma_traffic_class, rdma_gid_index=config.rdma_gid_index,
-        )  # fmt: skip
+        self._reaches = Reaches(cluster_map, functools.partial(_connect, config, self._planes))
         self._tell()
-        self._stores = Stores(self._core)
-        self._admission = Admission(self._core, self._stores, owner, self._counters, config.queue_bytes_max)
+        self._stores = Stores(self._reaches)
+        self._admission = Admission(self._reaches, self._stores, owner, self._counters, config.queue_bytes_max)
         self._tracing = Tracing()
         self.access_log = AccessLog(
             Path(config.access_log), tenant=self.tenant, model=config.model_name, block_tokens=config.block_tokens,
             sample=config.access_log_sample, bytes_max=config.access_log_bytes_max, file_seconds=config.access_log_file_seconds,
         ) if config.access_log else None  # fmt: skip
-        self._accounts = Accounts(self._core, self._placements, owner, cluster_map.bucket_seconds, self._counters, self.access_log)
-        self._finalizer = weakref.finalize(self, _close, self._core, self._stores, self._admission, os.getpid())
+        self._accounts = Accounts(self._reaches, owner, cluster_map.bucket_seconds, self._counters, self.access_log)
+        self._finalizer = weakref.finalize(self, _close, self._reaches, self._stores, self._admission, os.getpid())
 
-    def renewed(self, cluster_map: ClusterMap) -> Client:
-        """A client as this one, by a newer map of its cluster, with connections of its own. Raises ConfigError E133 for another map."""
-        self.map.check_successor(cluster_map)
-        return Client(
-            cluster_map, layout=self.layout, config=self.config, clock=self.clock, owner=self.owner, kv_group=self._wanted.kv_group,
-            ram=self.ram,
-        )  # fmt: skip
+    @property
+    def map(self) -> ClusterMap:
+        """The newest that it has: the one that it was given; a newer one of the same file, where a node named one; or that of take_map."""
+        return self._reaches.current.map
+
+    def take_map(self, cluster_map: ClusterMap) -> None:
+        """Looks up, loads and stores by a newer map of its cluster from now on; what is under way ends by the one before. An older map
+        changes nothing. Raises ConfigError E133 for another cluster's, Closed."""
+        self._check_open()
+        self._reaches.take(cluster_map)
 
     # --- lookup ---
 
@@ -147,11 +140,8 @@ class Client:
                 self._account(keys, limits, Hit([], np.empty(0), []), retention_class, window, began, 0)
             return self._ticket(keys, Hit([], np.empty(0), []), retention_class, limits)
         bucket = int(self.clock.bucket_time() // self.map.bucket_seconds)
-        lookup = Lookup(
-            self._core, self._placements, self.config, self._promises, self._wanted, self.owner, accept, class_id,
-            bucket, self.clock.monotonic(),
-        )  # fmt: skip
-        with self._tracing.operation("kvstore.lookup") as span:
+        with self._reaches.using() as reach, self._tracing.operation("kvstore.lookup") as span:
+            lookup = Lookup(reach, self.config, self._promises, self._wanted, self.owner, accept, class_id, bucket, self.clock.monotonic())
             try:
                 hit = lookup.run(keys, deadline)
             except BaseException:
@@ -161,9 +151,11 @@ class Client:
             if span is not None:
                 self._tracing.parts(span, lookup.intervals)
                 self._tracing.tell(span, input_tokens=limits.input_tokens, hit_tokens=ticket.hit_tokens, extents=len(hit.pieces))
+        if reach.core.newest_epoch > reach.map.epoch:
+            self._reaches.heard(reach.core.newest_epoch)
         if hit.pieces:
-            reach = hit.pieces[-1].end
-            self._remember(keys, reach, [start for start in hit.starts if start < reach])
+            end = hit.pieces[-1].end
+            self._remember(keys, end, [start for start in hit.starts if start < end])
         self._account(keys, limits, hit, retention_class, window, began, bucket)
         return ticket
 
@@ -328,7 +320,7 @@ class Client:
         rows = self._destination(destination, blocks)
         seconds = self.config.load_deadline_seconds if deadline_seconds is None else deadline_seconds
         span = self._tracing.begin("kvstore.load")
-        load = Load(self._core, self._placements, self._planes, ticket, blocks, rows, hedge, by_plane, seconds)
+        load = Load(self._reaches, self._planes, ticket, blocks, rows, hedge, by_plane, seconds)
         load.span = span
         self._counters.load_began()
         return load
@@ -336,7 +328,7 @@ class Client:
     @property
     def placements(self) -> Mapping[int, Placement]:
         """Who holds what, by the epoch it was written in."""
-        return self._placements
+        return self._reaches.current.placements
 
     def check_direct(self, ticket: Ticket, blocks: range | None) -> range:
         """The blocks that a read past this client (kvstore/client/direct.py) may ask for; none of an expired ticket. Raises MisuseError or
@@ -412,11 +404,7 @@ class Client:
         if not len(rows):  # all of the prompt hit
             return stores.nothing_to_store()
         spans = cut(first_block, len(rows), self.layout)
-        placement = self._placements[self.map.epoch]
-        own_keys = np.ascontiguousarray(keys[first_block : first_block + len(rows)])
         starts = [span.start for span in spans]
-        groups = placement.pg_of(keys[starts])
-        nodes = placement.table()[groups]
         earlier = self._starts.get(keys[first_block - 1].tobytes(), ()) if first_block else ()
         fields = {
             "layout_tag": self._wanted.layout_tag,
@@ -427,25 +415,17 @@ class Client:
             "fidelity": int(fidelity.kind),
         }
 
-        def submit(extents: int) -> int:
-            blocks_count = sum(span.count for span in spans[:extents])
-            return self._core.store(
-                self.owner, self.map.epoch, stores.write_ids(extents),
-                stores.spans_of([(s.start, s.count) for s in spans[:extents]], groups[:extents]),
-                np.ascontiguousarray(nodes[:extents], np.int32), self._plane_table, own_keys[:blocks_count], rows[:blocks_count],
-                np.array(earlier, np.uint32), fields,
-            )  # fmt: skip
-
         began = time.monotonic()
-        counts = tuple(span.count for span in spans)
-        if self.map.rules.asks_first and self.config.ask_first:
-            future = stores.new_future()
+        future = stores.new_future()
+        own_keys = keys[first_block : first_block + len(rows)].copy()
+        order = stores.Order(self.owner, own_keys, rows, spans, self._plane_table, earlier, fields, (blocks, rows), future)
+        current = self._reaches.current
+        if current.map.rules.asks_first and self.config.ask_first:
             first_keys = keys[starts].copy()
-            self._admission.add(
-                Candidate(first_keys, nodes, fields["bucket"], submit, (blocks, rows), counts, self.layout.block_bytes, future)
-            )
+            nodes = current.newest.table()[current.newest.pg_of(first_keys)]
+            self._admission.add(Candidate(first_keys, nodes, fields["bucket"], order))
         else:
-            future = self._stores.add(lambda: submit(len(spans)), (blocks, rows), counts, self.layout.block_bytes)
+            self._stores.add(order, len(spans))
         future.add_done_callback(lambda _: self._counters.stored(time.monotonic() - began))
         self._remember(keys, spans[-1].stop, [*earlier, *starts])
         return future
@@ -480,7 +460,7 @@ class Client:
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start and gauges of now, by plain name; docs/CLIENT.md lists them."""
-        return {**self._core.stats(), **self._counters.flat(), "stores_open": self._stores.open_count()}
+        return {**self._reaches.stats(), **self._counters.flat(), "stores_open": self._stores.open_count()}
 
     @property
     def tenant(self) -> str:
@@ -496,6 +476,10 @@ class Client:
     def counters(self) -> Counters:
         """For kvstore.client.metrics."""
         return self._counters
+
+    @property
+    def _core(self) -> _native.ClientCore:
+        return self._reaches.current.core
 
     def _tell(self) -> None:
         """Logs what became of RDMA, once for each reason."""
@@ -514,9 +498,23 @@ class Client:
         return found.id
 
 
-def _close(core: _native.ClientCore, open_stores: Stores, admission: Admission, pid: int) -> None:
+def _connect(config: ClientConfig, planes: tuple[Plane, ...], cluster_map: ClusterMap) -> _native.ClientCore:
+    return _native.ClientCore(
+        [node.address for node in cluster_map.nodes], cluster_map.tag, cluster_map.epoch, cluster_map.k, cluster_map.m,
+        threads=config.threads, bulk_connections_max=config.bulk_connections_max, queue_bytes_max=config.queue_bytes_max,
+        connect_timeout_seconds=config.connect_timeout_seconds, stall_timeout_seconds=config.stall_timeout_seconds,
+        drain_timeout_seconds=config.drain_timeout_seconds, idle_timeout_seconds=config.idle_timeout_seconds,
+        plane_wait_seconds=config.plane_wait_seconds,
+        store_deadline_seconds=config.store_deadline_seconds, congestion_control=tcp.for_kernel(config.congestion_control),
+        transport=config.transport, rdma_device=config.rdma_device, rdma_pool_bytes=config.rdma_pool_bytes,
+        rdma_zone_bytes=max(config.rdma_zone_bytes, *(2 * p.shard_bytes for p in planes)), rdma_windows=config.rdma_windows,
+        rdma_traffic_class=config.rdma_traffic_class, rdma_gid_index=config.rdma_gid_index,
+    )  # fmt: skip
+
+
+def _close(reaches: Reaches, open_stores: Stores, admission: Admission, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child has none of the threads
     admission.end()
-    core.close()
+    reaches.close()
     open_stores.end()

@@ -38,7 +38,7 @@ def require_some(client: Client, timeout_seconds: float) -> None:
 
 def group_of(client: Client, key: bytes) -> int:
     """Placement group of a key in the newest epoch."""
-    placement = client._placements[client.map.epoch]
+    placement = client.placements[client.map.epoch]
     return int(placement.pg_of(np.frombuffer(key, np.uint8).reshape(1, -1))[0])
 
 
@@ -46,7 +46,7 @@ def views_of(client: Client, key: bytes, timeout_seconds: float) -> list[KeyView
     """Asks the nodes of the key's list in every live epoch, once each, all at the same time; in the order of the newest list."""
     ordinals = [
         node
-        for _, placement in sorted(client._placements.items(), reverse=True)
+        for _, placement in sorted(client.placements.items(), reverse=True)
         for node in placement.table()[placement.pg_of(np.frombuffer(key, np.uint8).reshape(1, -1))[0]].tolist()
     ]
     nodes = list(dict.fromkeys(ordinals))

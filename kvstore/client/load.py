@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator, Mapping
+import weakref
+from collections.abc import Generator
 from typing import Any, Literal
 
 import numpy as np
 
 from kvstore.client.native import I32, U8, U32, names_of
+from kvstore.client.reach import Reaches
 from kvstore.client.ticket import Ticket
 from kvstore.client.tracing import I64s
 from kvstore.client.values import LoadOutcome, LoadResult, PlaneReady
 from kvstore.errors import MisuseError
-from kvstore.kernels import _native
 from kvstore.layout import Plane
-from kvstore.placement import Placement, nodes_of_writings
+from kvstore.placement import nodes_of_writings
 
 Hedge = Literal["lazy", "eager"]
 
@@ -27,8 +28,7 @@ class Load:
 
     def __init__(
         self,
-        core: _native.ClientCore,
-        placements: Mapping[int, Placement],
+        reaches: Reaches,
         planes: tuple[Plane, ...],
         ticket: Ticket,
         blocks: range,
@@ -37,6 +37,9 @@ class Load:
         by_plane: bool,
         deadline_seconds: float,
     ) -> None:
+        reach = reaches.hold()
+        self._let_go = weakref.finalize(self, reaches.let_go, reach)  # called by _end; else when nobody has it any more
+        self._let_go.atexit = False
         self.span: Any = None  # of a trace (kvstore/client/tracing.py); whoever began this ends it
         self._pid = os.getpid()
         self._started = time.monotonic()
@@ -51,12 +54,12 @@ class Load:
         extents = ticket.extents[which]
         self.counts: list[int] = spans[:, 1].tolist()  # blocks of each extent
         extent_keys = np.ascontiguousarray(extents["extent_key"])
-        self._native = core.load(
+        self._native = reach.core.load(
             ticket.owner,
             ticket.epoch,
             names_of(extent_keys, extents["write_id"]),
             spans,
-            nodes_of_writings(placements, extent_keys, extents["write_epoch"]),
+            nodes_of_writings(reach.placements, extent_keys, extents["write_epoch"]),
             np.ascontiguousarray(extents["absent"]),
             np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in planes], np.uint32),
             np.ascontiguousarray(ticket.keys[blocks.start : blocks.stop]),
@@ -111,6 +114,7 @@ class Load:
 
     def _end(self, done: bool) -> None:
         self._native.end()
+        self._let_go()
         rows = self._native.rows()
         stats = self._native.stats()
         self._result = LoadResult(

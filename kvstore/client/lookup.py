@@ -12,7 +12,6 @@ Rounds end at the deadline; what is not known by then is a miss.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,12 +21,13 @@ from kvstore.client.config import ClientConfig
 from kvstore.client.native import DOWN, FOUND, I32, PROMISE_PIN, PROMISE_TOUCH, SILENT, U8, Flags, Records, names_of
 from kvstore.client.planner import Planner
 from kvstore.client.promises import Promises
+from kvstore.client.reach import Reach
 from kvstore.client.reasons import Gap, Miss
 from kvstore.client.tracing import Interval
 from kvstore.client.values import Accept
 from kvstore.client.walk import Candidate, Piece, cover
 from kvstore.kernels import _native
-from kvstore.placement import Placement, nodes_of_writings
+from kvstore.placement import nodes_of_writings
 
 EXTENT_BLOCKS_MAX: Final = 64
 OTHERS_ASKED: Final = 2  # beside the first: three nodes agree on a "no" before the walk believes it
@@ -63,8 +63,7 @@ class Lookup:
 
     def __init__(
         self,
-        core: _native.ClientCore,
-        placements: Mapping[int, Placement],
+        reach: Reach,
         config: ClientConfig,
         promises: Promises,
         wanted: Wanted,
@@ -74,9 +73,9 @@ class Lookup:
         bucket: int,
         now: float,
     ) -> None:
-        self._core = core
-        self._placements = placements
-        self._newest = max(placements)
+        self._core = reach.core
+        self._placements = reach.placements
+        self._newest = reach.map.epoch
         self._config = config
         self._promises = promises
         self._wanted = wanted

@@ -107,6 +107,7 @@ class StoreOutcome(Enum):
     DROPPED = "dropped"  # the queue was full: some extents were never sent
     DECLINED = "declined"  # the nodes voted against it (kvstore/client/admission.py): nothing was sent
     FAILED = "failed"  # some extents had fewer than k acknowledgements and were withdrawn
+    STALE_MAP = "stale_map"  # the same, for nodes have a newer cluster map than this client can get
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +121,5 @@ class StoreResult:
     extents_dropped: int
     acks: tuple[int, ...]  # by extent that was to be sent
     extents_declined: int = 0  # of the end of the run; `outcome` is of those before
+    map_epoch: int = 0  # by which it was placed; 0: it was not, or an agent process placed it
+    node_epoch: int = 0  # STALE_MAP: the nodes'

@@ -484,8 +484,13 @@ class ClientCore:
     ) -> int:
         """Spans (n, 3): start block, blocks, placement group. The number that wait_done will name; blocks must stay until then."""
 
-    def wait_done(self, timeout_seconds: float) -> list[tuple[int, bytes, bytes]]:
-        """(store, outcome of each extent, acknowledgements of each extent); empty when the time has passed or all is over."""
+    def wait_done(self, timeout_seconds: float) -> list[tuple[int, bytes, bytes, int]]:
+        """(store, outcome of each extent, acknowledgements of each, newer epoch for which nodes refused some or 0); empty when the time has
+        passed or all is over."""
+
+    @property
+    def newest_epoch(self) -> int:
+        """Of the cluster map, that any node has named; 0: none yet."""
 
     def call_many(self, requests: list[tuple[int, int, bytes]], timeout_seconds: float, enough: int = 0) -> list[tuple[int, bytes]]:
         """(node, verb, body) each; answers (status or fault, -1: none yet; body) in the same order."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from kvstore.client.agent.config import AgentConfig, reachable
 from kvstore.client.agent.counters import WindowCounters
@@ -40,8 +40,6 @@ from kvstore.clustermap import ClusterMap
 from kvstore.errors import Closed, MisuseError
 from kvstore.keys import KEY_BYTES, Keys, checked_keys
 
-RETIRE_LOOK_SECONDS: Final = 0.25
-
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -54,7 +52,7 @@ class Window:
 
 
 class Agent:
-    """Safe to share between threads. The client is its maker's, who closes it after the agent; take_map replaces it."""
+    """Safe to share between threads. The client is its maker's, who closes it after the agent."""
 
     def __init__(
         self,
@@ -99,8 +97,6 @@ class Agent:
             self._made = stack.pop_all()
         self._lock = threading.Lock()
         self._closed = False
-        self._ending = threading.Event()
-        self._retiring: list[threading.Thread] = []  # each closes an older client, when what runs on it is done
 
     # --- lookup ---
 
@@ -301,23 +297,9 @@ class Agent:
     # --- life ---
 
     def take_map(self, cluster_map: ClusterMap) -> None:
-        """Looks up, loads and stores by a newer map of the cluster from now on. What is under way ends by the old one; then the client
-        before is closed, its maker's, too. Directories stay those of the start. Raises ConfigError E133, Closed."""
-        with self._lock:
-            self._check_open()
-            old, self.client = self.client, self.client.renewed(cluster_map)
-            self._retiring = [thread for thread in self._retiring if thread.is_alive()]
-            thread = threading.Thread(target=self._retire, args=(old,), name="kvstore-retire", daemon=True)
-            self._retiring.append(thread)
-            thread.start()
-
-    def _retire(self, client: Client) -> None:
-        end = time.monotonic() + client.config.store_deadline_seconds
-        loads_end = time.monotonic() + client.config.load_deadline_seconds
-        while time.monotonic() < end and not (time.monotonic() > loads_end and client.flush(0)):
-            if self._ending.wait(RETIRE_LOOK_SECONDS):
-                break
-        client.close()
+        """Client.take_map. Directories stay those of the start."""
+        self._check_open()
+        self.client.take_map(cluster_map)
 
     def others(self) -> list[str]:
         """Addresses of up to four agents of this kind that the directory knows, those that it hears first. One trip."""
@@ -344,11 +326,6 @@ class Agent:
                 return
             self._closed = True
         self._made.close()
-        self._ending.set()
-        for thread in self._retiring:
-            thread.join()
-        if self._retiring:
-            self.client.close()  # nobody else has it
 
     def __enter__(self) -> Self:
         return self
