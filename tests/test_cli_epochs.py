@@ -52,6 +52,8 @@ def test_commands_with_an_old_copy_of_the_map_say_so(cluster: LocalCluster, tmp_
     replay = cli.run("replay", trace, "--map", old, "--requests", "20", "--block-bytes", "320")
     assert sum(told in line for line in replay.stderr.splitlines()) == 1, "one line, however many stores"
     assert "stale_map" in replay.stdout
+    missing = cli.run("get", "in", "-o", "out", "--map", old)
+    missing.refused(1, "E403", f"this map {told}")
     shutil.copy(cluster.map_path, old)
     assert cli.run("get", "in", "-o", "out", "--map", old).code == 0
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()

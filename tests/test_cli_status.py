@@ -172,6 +172,7 @@ def report(cluster_map: ClusterMap, at: int, **changes: object) -> NodeReport:
     [
         ({"state": "down", "error": "connection refused"}, "NODE_DOWN", "WARN"),
         ({"epoch": 0}, "NODE_EPOCH_BEHIND", "WARN"),
+        ({"epoch": 2}, "MAP_BEHIND", "WARN"),
         ({"clock_offset_seconds": -0.4, "answer_seconds": 0.1}, "CLOCK_SKEW", "WARN"),
         ({"values": {'kvstore_disk_errors_total{kind="checksum"}': 3.0}}, "CHECKSUM_ERRORS", "WARN"),
         ({"values": {'kvstore_disk_errors_total{kind="checksum"}': 300.0}}, "CHECKSUM_ERRORS", "ERR"),

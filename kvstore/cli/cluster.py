@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,11 @@ def require_some(reports: Iterable[NodeReport], cluster_map: ClusterMap) -> None
         raise Unreachable(
             "E202", f'no node of cluster "{cluster_map.cluster_id}" answers ({len(found)} asked)', first, "kvstore up, or correct --map"
         )
+
+
+def tell_of_maps_here() -> None:
+    """What a client logs of a map that is too old, on stderr, the command says itself where it matters."""
+    logging.getLogger("kvstore.client.reach").addHandler(logging.NullHandler())
 
 
 def why_short(cluster_map: ClusterMap, timeout_seconds: float, otherwise: str) -> str:

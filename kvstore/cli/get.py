@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 import numpy as np
 
 from kvstore.cli.blocks import WINDOW_BYTES, Handle, handle_path, handles_directory
-from kvstore.cli.cluster import find_map, why_short
+from kvstore.cli.cluster import find_map, tell_of_maps_here, why_short
 from kvstore.cli.flags import add_transport, fabric_of
 from kvstore.cli.output import Output
 from kvstore.cli.signals import interrupted_by_signals
@@ -104,6 +104,7 @@ def _load(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, args: argpar
     """Writes the whole file; tells how it came. Raises StorageError E403 where something is missing."""
     from kvstore.client import Client, ClientConfig
 
+    tell_of_maps_here()
     keys, total = handle.keys(), len(handle.hashes)
     step = max(1, WINDOW_BYTES // handle.block_bytes)
     blocks = np.zeros((min(step, total), handle.block_bytes), np.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
 import shutil
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from kvstore.cli.blocks import Handle, handle_path, scan, windows
-from kvstore.cli.cluster import find_map, why_short
+from kvstore.cli.cluster import find_map, tell_of_maps_here, why_short
 from kvstore.cli.flags import add_transport, fabric_of
 from kvstore.cli.output import Output
 from kvstore.clustermap import ClusterMap
@@ -94,7 +93,7 @@ def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: 
     from kvstore.client import Client, ClientConfig, StoreOutcome
     from kvstore.client.reach import stale_map
 
-    logging.getLogger("kvstore.client.reach").addHandler(logging.NullHandler())  # what it would say on stderr is the error here
+    tell_of_maps_here()
     keys = handle.keys()
     if not len(keys):
         return 0, 0

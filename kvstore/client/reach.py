@@ -26,7 +26,16 @@ from kvstore.placement import Placement
 log = logging.getLogger(__name__)
 
 _OF_THE_NEWEST: Final = frozenset(  # the rest adds up over connections by several maps
-    {"connected_nodes", "nodes_down", "nodes_late", "discover_delay_seconds", "promise_delay_seconds", "load_delay_seconds"}
+    {
+        "connected_nodes",
+        "nodes_known",
+        "nodes_well",
+        "nodes_down",
+        "nodes_late",
+        "discover_delay_seconds",
+        "promise_delay_seconds",
+        "load_delay_seconds",
+    }
 )
 _GAUGES: Final = frozenset(  # over when the connections are
     {"connections", "queued_bytes", "flight_bytes", "scratch_bytes", "rdma_queue_pairs", "rdma_registered_bytes"}

@@ -175,7 +175,8 @@ class ReplayReport:
     @property
     def failed_stores(self) -> int:
         """Of which something is not there that was to be: too few nodes took it, or it was never sent."""
-        return sum(self.store_outcomes.get(outcome.value, 0) for outcome in (StoreOutcome.FAILED, StoreOutcome.DROPPED))
+        lost = (StoreOutcome.FAILED, StoreOutcome.STALE_MAP, StoreOutcome.DROPPED)
+        return sum(self.store_outcomes.get(outcome.value, 0) for outcome in lost)
 
     @property
     def load_bytes_per_second(self) -> float | None:
