@@ -108,7 +108,7 @@ namespace {
 
 nb::dict stats_of(Server& server) {
   const ServerStats& s = server.shared().stats;
-  nb::dict d = front_stats(server.shared(), {Op::HELLO, Op::DISCOVER, Op::PROMISE, Op::WITHDRAW, Op::WHY, Op::ADMIT, Op::READ, Op::WRITE});
+  nb::dict d = front_stats(server.shared(), {Op::HELLO, Op::DISCOVER, Op::PROMISE, Op::WITHDRAW, Op::WHY, Op::ADMIT, Op::SUSPECT, Op::READ, Op::WRITE});
   d["disk_read_seconds"] = histogram(s.disk_read_seconds);
   d["read_items"] = counters(s.read_items, STATUSES);
   const std::pair<const char*, const Counter*> singles[] = {

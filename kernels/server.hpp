@@ -1,7 +1,7 @@
 // The server of one storage daemon: speaks kernels/wire.hpp, stands on kernels/store.hpp. docs/PROTOCOL.md is the text to it.
 //
 // Threads, each with what it alone touches:
-//   small  x 1   accepts, greets (server_front.cpp), and answers DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT inline (server_small.cpp)
+//   small  x 1   accepts, greets (server_front.cpp), and answers DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT, SUSPECT inline (server_small.cpp)
 //   bulk   x n   READ (server_bulk.cpp)
 //   records x n  WRITE (likewise): receives, checks, writes, commits; the disk or a commit never stalls a read
 //   direct x 1   with the direct engine only: the io_uring (io_direct.cpp)

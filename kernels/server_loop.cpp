@@ -46,7 +46,8 @@ uint64_t body_max_of(wire::Role role, uint8_t verb) {
     case Verb::PROMISE:
     case Verb::WITHDRAW:
     case Verb::WHY:
-    case Verb::ADMIT: break;
+    case Verb::ADMIT:
+    case Verb::SUSPECT: break;
     case Verb::READ:
     case Verb::VERBS_READ: of = Role::BULK, most = wire::READ_BODY_MAX; break;
     case Verb::VERBS_OPEN: of = Role::BULK, most = sizeof(wire::VerbsOpen); break;

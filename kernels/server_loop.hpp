@@ -134,6 +134,7 @@ inline Op op_of(uint8_t verb) {
     case wire::Verb::WITHDRAW: return Op::WITHDRAW;
     case wire::Verb::WHY: return Op::WHY;
     case wire::Verb::ADMIT: return Op::ADMIT;
+    case wire::Verb::SUSPECT: return Op::SUSPECT;
     case wire::Verb::READ:
     case wire::Verb::VERBS_READ: return Op::READ;
     case wire::Verb::WRITE: return Op::WRITE;

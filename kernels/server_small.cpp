@@ -1,5 +1,7 @@
-// DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT.
+// DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT, SUSPECT.
 #include "server_small.hpp"
+
+#include <algorithm>
 
 #include "server_bulk.hpp"
 
@@ -35,6 +37,7 @@ Status SmallLoop::answer(Conn& conn, const wire::FrameHeader& header, const uint
     case wire::Verb::PROMISE: return promise(conn, header, body);
     case wire::Verb::WHY: return why(conn, header, body);
     case wire::Verb::ADMIT: return admit(conn, header, body);
+    case wire::Verb::SUSPECT: return suspect(conn, header, body);
     default: return withdraw(conn, header, body);
   }
 }
@@ -113,6 +116,20 @@ Status SmallLoop::admit(Conn& conn, const wire::FrameHeader& header, const uint8
   const Owner owner = owner_of(request);
   result_.assign(request.count * sizeof(uint32_t), 0);
   shared_.store.admit(owner, body + sizeof request, request.count, request.bucket, reinterpret_cast<uint32_t*>(result_.data()));
+  append_reply(conn, header, result_);
+  return Status::OK;
+}
+
+Status SmallLoop::suspect(Conn& conn, const wire::FrameHeader& header, const uint8_t* body) {
+  wire::SuspectRequest request;
+  if (const Status why = take_request(header, body, wire::SUSPECTS_MAX, sizeof(wire::SuspectShard), request); why != Status::OK) return why;
+  if (request.zero) return Status::BAD_REQUEST;
+  shards_.resize(request.count);   // a copy, for its alignment
+  std::memcpy(shards_.data(), body + sizeof request, shards_.size() * sizeof(wire::SuspectShard));
+  for (const wire::SuspectShard& each : shards_)
+    if (std::any_of(std::begin(each.zero), std::end(each.zero), [](uint8_t byte) { return byte != 0; })) return Status::BAD_REQUEST;
+  result_.assign(shards_.size() * sizeof(uint32_t), 0);
+  shared_.store.suspect(owner_of(request), shards_.data(), request.count, reinterpret_cast<uint32_t*>(result_.data()));
   append_reply(conn, header, result_);
   return Status::OK;
 }

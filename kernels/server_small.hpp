@@ -24,12 +24,14 @@ class SmallLoop final : public FrontLoop {
   Status withdraw(Conn& conn, const wire::FrameHeader& header, const uint8_t* body);
   Status why(Conn& conn, const wire::FrameHeader& header, const uint8_t* body);
   Status admit(Conn& conn, const wire::FrameHeader& header, const uint8_t* body);
+  Status suspect(Conn& conn, const wire::FrameHeader& header, const uint8_t* body);
 
   ServerShared& shared_;
   size_t next_bulk_ = 0;
   std::vector<BulkLoop*> bulk_;
   std::vector<uint8_t> found_;             // one Store::discover
   std::vector<wire::WritingName> names_;
+  std::vector<wire::SuspectShard> shards_;
   std::vector<uint8_t> result_;
 };
 

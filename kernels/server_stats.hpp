@@ -11,8 +11,8 @@ inline int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-enum class Op : uint8_t { HELLO, DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT, READ, WRITE, REGISTER, LOCATE, TOUCH, FORGET, REPORT, STATUS, COUNT };
-inline constexpr const char* OP_NAMES[] = {"hello", "discover", "promise", "withdraw", "why",    "admit",  "read",
+enum class Op : uint8_t { HELLO, DISCOVER, PROMISE, WITHDRAW, WHY, ADMIT, SUSPECT, READ, WRITE, REGISTER, LOCATE, TOUCH, FORGET, REPORT, STATUS, COUNT };
+inline constexpr const char* OP_NAMES[] = {"hello", "discover", "promise", "withdraw", "why",    "admit", "suspect", "read",
                                            "write", "register", "locate",  "touch",    "forget", "report", "status"};
 inline constexpr uint32_t OPS = uint32_t(Op::COUNT);
 static_assert(sizeof OP_NAMES / sizeof *OP_NAMES == OPS);

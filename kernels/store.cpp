@@ -396,23 +396,4 @@ std::unique_ptr<Put> StoreImpl::write(uint8_t* record, uint64_t bytes, Status& s
   return op;
 }
 
-void StoreImpl::report_corrupt(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) {
-  counters_.corrupt_reported++;
-  wire::ReadExtent extent{};
-  std::memcpy(extent.extent_key, extent_key, KEY_BYTES);
-  extent.write_id = write_id;
-  extent.shard = shard;
-  ReadRef ref;
-  if (open_read(owner, extent, ref) != Status::OK) return;
-  // Believe only the disk: a report alone must not delete anything.
-  posix_fadvise(ref.fd(), off_t(ref.offset), off_t(ref.record_bytes), POSIX_FADV_DONTNEED);
-  std::vector<uint64_t> words(ref.record_bytes / 8 + 1);
-  auto* bytes = reinterpret_cast<uint8_t*>(words.data());
-  const EntryKey name = entry_key(owner, extent_key, write_id, shard);
-  if (SegmentFiles::read_all(ref.fd(), bytes, ref.record_bytes, ref.offset) && check_record(bytes, ref.record_bytes) == Status::OK &&
-      entry_key_of(RecordView{bytes}) == name)
-    return;
-  drop_corrupt(name);
-}
-
 }  // namespace kv

@@ -2,7 +2,7 @@
 //
 // Order of a put: data written, index committed, answered. Order of a free: entry deleted, committed, reads in flight over, hole punched.
 // Who calls what: the server's threads call discover, promise, withdraw, open_read, write, commit; Python's gc calls queues, peek, evict;
-// one maintenance thread of the store's own flushes touches, syncs each second, punches holes (paced), seals segments.
+// threads of the store's own flush touches, sync each second, punch holes (paced), seal segments, look at what readers call bad.
 #pragma once
 #include <array>
 #include <memory>
@@ -89,7 +89,9 @@ class Store {
   // Makes all of them known, in one transaction: it costs about 8 pages of the index however many they are. Sets each one's status.
   virtual void commit(Puts& puts) = 0;
   Status put(uint8_t* record, uint64_t bytes);   // both
-  // A reader found that these bytes fail their sum: counted, entry deleted, so the shard counts as lost.
+  // Readers call these shards bad: those that are held are looked at soon, by a thread of the store's own. `statuses` gets OK, NOT_FOUND or BUSY.
+  virtual void suspect(const Owner& owner, const wire::SuspectShard* shards, uint32_t count, uint32_t* statuses) = 0;
+  // A read of this node found head or checks bad: looked at at once, and dropped if the disk says so too.
   virtual void report_corrupt(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) = 0;
 
   virtual uint32_t bucket_now() const = 0;

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include <cstdlib>
@@ -251,6 +252,35 @@ void report_corrupt(Store& store, const nb::bytes& owner, const nb::bytes& exten
   store.report_corrupt(tag, key.data(), write_id, shard);
 }
 
+nb::list suspect(Store& store, const nb::bytes& owner, const nb::list& shards) {
+  const Owner tag = fixed<OWNER_BYTES>(owner, "owner");
+  std::vector<wire::SuspectShard> asked;
+  for (nb::handle each : shards) {
+    const auto [key, write_id, shard] = nb::cast<std::tuple<nb::bytes, uint64_t, uint8_t>>(each);
+    wire::SuspectShard s{};
+    const Key extent_key = fixed<KEY_BYTES>(key, "extent_key");
+    std::memcpy(s.extent_key, extent_key.data(), KEY_BYTES);
+    s.write_id = write_id;
+    s.shard = shard;
+    asked.push_back(s);
+  }
+  std::vector<uint32_t> statuses(asked.size());
+  {
+    nb::gil_scoped_release free;
+    store.suspect(tag, asked.data(), uint32_t(asked.size()), statuses.data());
+  }
+  nb::list out;
+  for (const uint32_t status : statuses) out.append(status);
+  return out;
+}
+
+nb::tuple take_damages(Store& store) {
+  const auto [damages, count] = impl(store).take_damages();
+  nb::list out;
+  for (const Damage& d : damages) out.append(nb::make_tuple(d.segment, d.offset, d.record_bytes, d.shard, d.read));
+  return nb::make_tuple(out, count);
+}
+
 nb::bytes read_ref(PyReadRef& r) {
   if (!r.open) throw nb::value_error("closed");
   std::vector<uint8_t> out(r.ref.record_bytes);
@@ -372,6 +402,8 @@ void bind_store(nb::module_& m) {
       .def("open_read", &open_read, arg("owner"), arg("extent_key"), arg("write_id"), arg("shard"), nb::keep_alive<0, 1>(),
            "ReadRef, or a status")
       .def("report_corrupt", &report_corrupt, arg("owner"), arg("extent_key"), arg("write_id"), arg("shard"))
+      .def("suspect", &suspect, arg("owner"), arg("shards"), "[status] of (extent key, write id, shard)")
+      .def("take_damages", &take_damages, "([(segment, offset, record bytes, shard, read)], count) of what was dropped since the last call")
       .def("bucket_now", &Store::bucket_now)
       .def("close", &Store::close, arg("clean") = true, release())
       .def("queues", &queues, "[(class, owner, rows, bytes)]")

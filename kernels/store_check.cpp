@@ -223,6 +223,11 @@ std::vector<std::pair<std::string, uint64_t>> StoreImpl::stats() {
   add("withdrawn_total", c.withdrawn);
   add("corrupt_reported_total", c.corrupt_reported);
   add("corrupt_found_total", c.corrupt_found);
+  add("suspects_waiting", suspects_.waiting());
+  add("suspects_damaged_total", c.suspects_damaged);
+  add("suspects_unfounded_total", c.suspects_unfounded);
+  add("suspects_absent_total", c.suspects_absent);
+  add("suspects_refused_total", c.suspects_refused);
   add("index_faults_total", c.index_faults);
   add("evicted_total", c.evicted);
   add("votes_yes_total", c.votes[size_t(Vote::YES)]);

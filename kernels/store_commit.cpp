@@ -257,11 +257,14 @@ bool StoreImpl::remove_all(const std::vector<Prefix>& prefixes, GhostReason reas
 }
 
 // A shard whose bytes are bad or gone.
-void StoreImpl::drop_corrupt(const EntryKey& key) {
+bool StoreImpl::drop_corrupt(const EntryKey& key) {
+  bool dropped = false;
   with_index([&](Index&) {
     std::vector<uint32_t> counts;
-    if (remove_all({{key, ENTRY_KEY_BYTES}}, GhostReason::CORRUPT, counts)) counters_.corrupt_found += counts[0];
+    dropped = remove_all({{key, ENTRY_KEY_BYTES}}, GhostReason::CORRUPT, counts) && counts[0];
   });
+  counters_.corrupt_found += dropped;
+  return dropped;
 }
 
 std::vector<Evicted> StoreImpl::evict(const std::vector<RecencyKey>& rows, GhostReason reason) {

@@ -6,6 +6,7 @@
 //   store_maintain.cpp  touches, syncs, sealing, punching, growing the filter
 //   store_evict.cpp     what gc asks: queues, peek, evict, ghosts
 //   store_admit.cpp     votes on what to write
+//   store_suspects.cpp  shards that readers call bad: looked at, and dropped where the disk says so too
 //   store_check.cpp     check_integrity(), bulk_index() for benchmarks
 //   store_bind.cpp      the Python face
 //
@@ -29,6 +30,7 @@
 #include "segments.hpp"
 #include "server_stats.hpp"
 #include "store.hpp"
+#include "suspects.hpp"
 
 namespace kv {
 
@@ -41,6 +43,7 @@ struct QueueTotals { int64_t rows = 0, bytes = 0; };
 struct PeekedRow { RecencyKey row; uint64_t bytes; };
 struct Evicted { size_t row; uint8_t retention_class; uint64_t bytes; uint64_t age_seconds; };
 struct Usage { uint64_t used_bytes, zombie_bytes, capacity_bytes, disk_free_bytes; double index_share; };
+struct Damage { uint32_t segment; uint64_t offset, record_bytes; uint8_t shard; bool read; };   // a record that was dropped; read: and its sums fail
 struct SyntheticShape { uint32_t block_count, block_bytes, start_block, bucket; uint8_t k, m, shard, retention_class; };
 
 // Counters, all since the start of this process.
@@ -50,6 +53,7 @@ struct Counters {
   std::atomic<uint64_t> promises{0}, promises_held{0}, promises_busy{0}, touches_dropped{0};
   std::atomic<uint64_t> reads{0}, reads_absent{0}, withdrawn{0};
   std::atomic<uint64_t> corrupt_reported{0}, corrupt_found{0}, index_faults{0};
+  std::atomic<uint64_t> suspects_damaged{0}, suspects_unfounded{0}, suspects_absent{0}, suspects_refused{0};   // of readers' reports
   std::atomic<uint64_t> evicted{0}, evict_skipped{0}, punches{0}, punched_bytes{0}, punch_errors{0}, segments_removed{0}, io_errors{0};
   std::atomic<uint64_t> orphan_bytes{0}, recovered{0}, recovery_dropped{0}, unknown_versions{0};
   std::atomic<uint64_t> votes[3] = {};          // by Vote
@@ -68,6 +72,7 @@ class StoreImpl final : public Store {
   Status open_read(const Owner& owner, const wire::ReadExtent& extent, ReadRef& out) override;
   std::unique_ptr<Put> write(uint8_t* record, uint64_t bytes, Status& status) override;
   void commit(Puts& puts) override;
+  void suspect(const Owner& owner, const wire::SuspectShard* shards, uint32_t count, uint32_t* statuses) override;
   void report_corrupt(const Owner& owner, const uint8_t* extent_key, uint64_t write_id, uint8_t shard) override;
   uint32_t bucket_now() const override;
   void close(bool clean) override;
@@ -93,6 +98,8 @@ class StoreImpl final : public Store {
   bool wait_started(double timeout_seconds);    // the start scan is over
   void flush();                                 // touches in the index, everything synced, every free place punched that can be
   std::vector<std::string> check_integrity(bool deep);
+  // Bad records that were dropped since the last call, the first few of them; and how many in all.
+  std::pair<std::vector<Damage>, uint64_t> take_damages();
   uint64_t bulk_index(const Owner& owner, const uint8_t* keys, const uint64_t* write_ids, uint64_t count, const SyntheticShape& shape);
   std::vector<std::pair<std::string, uint64_t>> stats();
   std::string start_reason();
@@ -161,13 +168,18 @@ class StoreImpl final : public Store {
   void remove_entry(MDB_txn* txn, const EntryKey& key, const Entry& entry, GhostReason reason, std::vector<Removed>& removed);
   bool commit_removals(MDB_txn* txn, const std::vector<Removed>& removed);   // false: no space to delete; nothing happened
   bool remove_all(const std::vector<Prefix>& prefixes, GhostReason reason, std::vector<uint32_t>& counts);
-  void drop_corrupt(const EntryKey& key);
+  bool drop_corrupt(const EntryKey& key);   // false: it was gone, or there is no room to delete in
   void account(const EntryKey& key, const EntryFixed& fixed, int sign);
   bool in_totals(const uint8_t* key) const;
   void filter_insert(const uint8_t* key);
   void filter_erase(const uint8_t* key);
   void flush_touches();
   void apply_touches(Index& index, const std::vector<std::pair<NameKey, Touch>>& touches);
+
+  // store_suspects.cpp
+  enum class Looked : uint8_t { SOUND, DAMAGED, ABSENT };
+  Looked look_at(const EntryKey& name, uint64_t& bytes);   // bytes: read for it
+  void run_suspects();
 
   // store_start.cpp
   StartMode decide_start(DirState& state, uint64_t& filter, std::string& reason);
@@ -245,6 +257,10 @@ class StoreImpl final : public Store {
   Seen asked_;
   std::unique_ptr<Ghosts> ghosts_;
   Counters counters_;
+  Suspects suspects_;
+  std::mutex damages_mutex_;                    // guards the next two
+  std::vector<Damage> damages_;
+  uint64_t damages_count_ = 0;
 
   std::atomic<int64_t> used_bytes_{0};          // records of live entries, padded
   std::atomic<int64_t> parity_bytes_{0};        // of them, of parity shards; right once the start scan is over
@@ -270,7 +286,7 @@ class StoreImpl final : public Store {
   std::atomic<uint64_t> start_ms_{0};
   std::mutex fault_mutex_;
   std::string last_fault_;
-  std::thread starter_, maintainer_, syncer_;
+  std::thread starter_, maintainer_, syncer_, inspector_;
 };
 
 template <class Body>

@@ -102,6 +102,7 @@ StoreImpl::StoreImpl(const StoreConfig& config)
   starter_ = std::thread([this] { run_start(); });
   maintainer_ = std::thread([this] { run_maintenance(); });
   syncer_ = std::thread([this] { run_sync(); });
+  inspector_ = std::thread([this] { run_suspects(); });
 }
 
 StoreImpl::~StoreImpl() { close(false); }
@@ -379,7 +380,8 @@ void StoreImpl::close(bool clean) {
   }
   stop_cv_.notify_all();
   poke_pressure(1);
-  for (std::thread* t : {&maintainer_, &syncer_, &starter_})   // the maintainer may begin a new starter
+  suspects_.end();
+  for (std::thread* t : {&maintainer_, &syncer_, &inspector_, &starter_})   // the maintainer may begin a new starter
     if (t->joinable()) t->join();
   if (clean && !index_bad_) close_cleanly();
   // LMDB keeps per-process state: the environment is gone before the directory's lock is, or the next one in this process would suffer.

@@ -1,7 +1,7 @@
 // The framed TCP protocol: hot verbs only (everything else is gRPC). docs/PROTOCOL.md is the text to this.
 //
 // Every message is a 32-byte FrameHeader and a body; all integers little-endian; structs are packed by construction.
-// A connection has one role, fixed by its HELLO: SMALL (hello, discover, promise, withdraw, why; many requests in flight,
+// A connection has one role, fixed by its HELLO: SMALL (hello, discover, promise, withdraw, why, admit, suspect; many requests in flight,
 // replies in any order, matched by request id) or BULK (read, write, and reads by RDMA; served strictly in order of arrival). A window directory has one
 // role, DIRECTORY, served as SMALL is; its bodies stand in directory_wire.hpp.
 //
@@ -19,7 +19,7 @@ inline constexpr uint32_t READ_BODY_MAX = 1u << 20;       // a READ request's bo
 inline constexpr uint32_t KEYS_MAX = 8192;                // keys of one discover, items of one promise / withdraw
 inline constexpr uint32_t READ_EXTENTS_MAX = 4096, READ_ITEMS_MAX = 65536;
 
-enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, ADMIT = 6, READ = 16, WRITE = 17, VERBS_OPEN = 18, VERBS_READ = 19,
+enum class Verb : uint8_t { HELLO = 1, DISCOVER = 2, PROMISE = 3, WITHDRAW = 4, WHY = 5, ADMIT = 6, SUSPECT = 7, READ = 16, WRITE = 17, VERBS_OPEN = 18, VERBS_READ = 19,
                            REGISTER = 32, LOCATE = 33, TOUCH = 34, FORGET = 35, REPORT = 36, STATUS = 37 };   // of a window directory
 enum class Kind : uint8_t { REQUEST = 0, REPLY = 1, ITEM = 2 };   // ITEM: one of several answers to a READ
 enum class Role : uint8_t { SMALL = 0, BULK = 1, DIRECTORY = 2 };
@@ -103,6 +103,13 @@ static_assert(sizeof(WhyGhost) == 80);
 // ADMIT request body: AdmitRequest | count x 32-byte extent keys. Reply body: count x u32 Vote. Each key counts as asked for from now on.
 struct AdmitRequest { uint8_t owner[OWNER_BYTES]; uint32_t count, bucket; };
 static_assert(sizeof(AdmitRequest) == 24);
+
+// SUSPECT request body: SuspectRequest | count x SuspectShard. Reply body: count x u32 status: OK (will be looked at), NOT_FOUND, BUSY.
+inline constexpr uint32_t SUSPECTS_MAX = 64;
+struct SuspectRequest { uint8_t owner[OWNER_BYTES]; uint32_t count, zero; };
+struct SuspectShard { uint8_t extent_key[KEY_BYTES]; uint64_t write_id; uint8_t shard, zero[7]; };   // whose bytes failed a reader's checks
+static_assert(sizeof(SuspectRequest) == 24);
+static_assert(sizeof(SuspectShard) == 48);
 
 // READ request body (BULK): ReadRequest | extents x ReadExtent | items x ReadItem.
 // Answer: one ITEM per item, in the order asked. Body of an OK item, c blocks: u64 sums[c] | Digest digests[c] | c pieces of shard_bytes(plane).

@@ -9,6 +9,7 @@ Nothing here moves bulk bytes in production; the native client and server do. Ev
     WITHDRAW WithdrawRequest | WritingName...             -> u32 status...
     ADMIT    AdmitRequest | 32-byte keys                  -> u32 vote...
     WHY      WhyRequest | 32-byte keys                    -> WhyReply | WhyGhost...
+    SUSPECT  SuspectRequest | SuspectShard...             -> u32 status...
     READ     ReadRequest | ReadExtent... | ReadItem...    -> one ITEM frame per item: sums u64[] | digests 16 B[] | pieces
     WRITE    a record (kvstore/record.py)                 -> a bare reply
     VERBS_OPEN VerbsOpen                                  -> VerbsOpen, or bare: no RDMA here
@@ -37,6 +38,7 @@ READ_BODY_MAX: Final = 1 << 20
 HELLO_BODY_MAX: Final = 48 + 4096
 KEYS_MAX: Final = 8192
 WHY_KEYS_MAX: Final = 512
+SUSPECTS_MAX: Final = 64
 READ_EXTENTS_MAX: Final = 4096
 READ_ITEMS_MAX: Final = 65536
 VERBS_CREDITS_MAX: Final = 65536
@@ -80,6 +82,7 @@ class Verb(IntEnum):
     WITHDRAW = 4
     WHY = 5
     ADMIT = 6
+    SUSPECT = 7
     READ = 16
     WRITE = 17
     VERBS_OPEN = 18
@@ -133,6 +136,8 @@ _PROMISE_ANSWER = struct.Struct("<IIQ")
 _WITHDRAW_REQUEST = struct.Struct("<16sII")
 _WHY_REQUEST = struct.Struct("<16sII")
 _ADMIT_REQUEST = struct.Struct("<16sII")
+_SUSPECT_REQUEST = struct.Struct("<16sII")
+_SUSPECT_SHARD = struct.Struct("<32sQB7x")
 _WHY_REPLY = struct.Struct("<II")
 _WHY_GHOST = struct.Struct("<IIHBBI64s")
 _READ_REQUEST = struct.Struct("<16sQII")
@@ -145,6 +150,7 @@ HEADER_BYTES: Final = _HEADER.size
 assert (_HEADER.size, _HELLO.size, _DISCOVER_REQUEST.size, _DISCOVER_REPLY.size, _WRITING.size) == (32, 48, 32, 8, 64)
 assert (_PROMISE_REQUEST.size, _WRITING_NAME.size, _PROMISE_ANSWER.size, _WITHDRAW_REQUEST.size) == (40, 40, 16, 24)
 assert (_WHY_REQUEST.size, _WHY_REPLY.size, _WHY_GHOST.size) == (24, 8, 80)
+assert (_SUSPECT_REQUEST.size, _SUSPECT_SHARD.size) == (24, 48)
 assert (_READ_REQUEST.size, _READ_EXTENT.size, _READ_ITEM.size) == (32, 48, 4)
 assert (_VERBS_OPEN.size, _VERBS_READ.size, _VERBS_ITEM.size) == (56, 40, 12)
 
@@ -359,6 +365,17 @@ def decode_why_reply(body: bytes) -> list[Ghost]:
         _need(0 < blocks <= len(tags), "WHY")
         found.append(Ghost(ordinal, reason, retention_class, bucket, tags[:blocks]))
     return found
+
+
+def encode_suspect(shards: Sequence[tuple[bytes, int, int]], *, owner: bytes = NO_OWNER) -> bytes:
+    """Shards as (extent key, write id, number), at most SUSPECTS_MAX."""
+    return _SUSPECT_REQUEST.pack(owner, len(shards), 0) + b"".join(_SUSPECT_SHARD.pack(*shard) for shard in shards)
+
+
+def decode_suspect_reply(body: bytes) -> list[Status]:
+    """Per shard: OK (it will be looked at), NOT_FOUND or BUSY."""
+    _need(len(body) % 4 == 0, "SUSPECT")
+    return [Status(status) for (status,) in struct.iter_unpack("<I", body)]
 
 
 @dataclass(frozen=True, slots=True)

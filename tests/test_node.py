@@ -300,7 +300,7 @@ def test_status_queues_and_stats_over_grpc(tmp_path: Path) -> None:
             node = node_pb2_grpc.NodeStub(channel)
             queues = node.ListQueues(node_pb2.ListQueuesRequest())
             assert {q.op: q.requests for q in queues.queues} == dict.fromkeys(
-                ("hello", "discover", "promise", "withdraw", "why", "admit", "read", "write"), 0
+                ("hello", "discover", "promise", "withdraw", "why", "admit", "suspect", "read", "write"), 0
             )
             assert queues.write_bytes == 0 and queues.write_bytes_max == 96 << 20
             values = node.Stats(node_pb2.StatsRequest()).values
@@ -462,7 +462,7 @@ def test_a_line_every_interval_while_something_happens_and_none_when_idle(tmp_pa
     from kvstore.server.activity import Activity
 
     activity = Activity()
-    ops = ("hello", "discover", "promise", "withdraw", "why", "admit", "read", "write")
+    ops = ("hello", "discover", "promise", "withdraw", "why", "admit", "suspect", "read", "write")
     idle = {"requests": {op: {} for op in ops}, "bytes_in": 0, "bytes_out": 0, "connections_cut": 0, "frames_malformed": 0, "faults": 0}
     idle |= {"inflight": 0, "connections": 3}
     assert activity.line(idle, 0, 100, 10.0) == ""

@@ -36,7 +36,7 @@ def refused(connection: wire.Connection, data: bytes, status: Status, request_id
     assert_ended(connection)
 
 
-SMALL_VERBS = (Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW, Verb.WHY, Verb.ADMIT)
+SMALL_VERBS = (Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW, Verb.WHY, Verb.ADMIT, Verb.SUSPECT)
 HEADER_FAULTS = {
     "version 0": ({"version": 0}, Status.BAD_VERSION),
     "version 2": ({"version": 2}, Status.BAD_VERSION),
@@ -64,7 +64,7 @@ def test_what_is_not_our_protocol_is_closed_without_a_word(server: InProcess, ro
 
 
 @pytest.mark.parametrize("role", [None, Role.SMALL, Role.BULK])
-@pytest.mark.parametrize("verb", [0, *Verb, 7, 15, 20, 255])
+@pytest.mark.parametrize("verb", [0, *Verb, 8, 15, 20, 255])
 def test_a_verb_that_the_role_does_not_have_is_refused(server: InProcess, role: Role | None, verb: int) -> None:
     allowed = {None: {Verb.HELLO}, Role.SMALL: set(SMALL_VERBS), Role.BULK: {Verb.READ, Verb.WRITE, Verb.VERBS_OPEN, Verb.VERBS_READ}}[role]
     if verb in allowed:
@@ -101,8 +101,9 @@ def test_more_keys_or_names_than_allowed_are_refused(server: InProcess, count: i
     discover = wire._DISCOVER_REQUEST.pack(wire.NO_OWNER, 0, count, 0)
     promise = wire._PROMISE_REQUEST.pack(wire.NO_OWNER, 0, count, 0, 3, 2, 60, 0)
     withdraw = wire._WITHDRAW_REQUEST.pack(wire.NO_OWNER, count, 0)
-    why, admit = (pack.pack(wire.NO_OWNER, count, 0) for pack in (wire._WHY_REQUEST, wire._ADMIT_REQUEST))
-    for verb, body in zip(SMALL_VERBS, (discover, promise, withdraw, why, admit), strict=True):
+    packs = (wire._WHY_REQUEST, wire._ADMIT_REQUEST, wire._SUSPECT_REQUEST)
+    why, admit, suspect = (pack.pack(wire.NO_OWNER, count, 0) for pack in packs)
+    for verb, body in zip(SMALL_VERBS, (discover, promise, withdraw, why, admit, suspect), strict=True):
         refused(server.small(), wire.encode(verb, body), Status.TOO_LARGE)
 
 
@@ -119,6 +120,7 @@ SHORT_BODIES = {
     Verb.WITHDRAW: wire.encode_withdraw([NAME] * 3),
     Verb.WHY: wire.encode_why([bytes(32)] * 3),
     Verb.ADMIT: wire.encode_admit([bytes(32)] * 3),
+    Verb.SUSPECT: wire.encode_suspect([(bytes(32), 1, 0)] * 3),
     Verb.READ: wire.encode_read([wire.ReadExtent(bytes(32), 1, 0, 0, 1)] * 2, [(0, 0), (1, 0)]),
 }
 
@@ -142,6 +144,10 @@ def test_reserved_fields_must_be_zero(server: InProcess) -> None:
     refused(server.small(), wire.encode(Verb.DISCOVER, wire._DISCOVER_REQUEST.pack(owner, 0, 0, 1)), Status.BAD_REQUEST)
     refused(server.small(), wire.encode(Verb.WITHDRAW, wire._WITHDRAW_REQUEST.pack(owner, 0, 1)), Status.BAD_REQUEST)
     refused(server.small(), wire.encode(Verb.WHY, wire._WHY_REQUEST.pack(owner, 0, 1)), Status.BAD_REQUEST)
+    refused(server.small(), wire.encode(Verb.SUSPECT, wire._SUSPECT_REQUEST.pack(owner, 0, 1)), Status.BAD_REQUEST)
+    suspect = bytearray(wire.encode_suspect([(*NAME, 0)]))
+    suspect[-1] = 1
+    refused(server.small(), wire.encode(Verb.SUSPECT, bytes(suspect)), Status.BAD_REQUEST)
     head = wire._READ_REQUEST.pack(owner, 0, 1, 1)
     extent = (bytes(32), 1, 0, 0, 0, 1, 0)
     item = wire._READ_ITEM.pack(0, 0, 0)

@@ -22,7 +22,8 @@ from kvstore import record, wire
 from kvstore.wire import Role, Status, Verb
 
 EDGES = (0, 1, 7, 31, 32, 47, 48, 255, 4096, 65535, 1 << 20, (1 << 20) + 1, 80 << 20, (80 << 20) + 1, 2**31 - 1, 2**31, 2**32 - 1)
-SMALL_VERBS, BULK_VERBS = (Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW, Verb.WHY, Verb.ADMIT), (Verb.READ, Verb.WRITE)
+SMALL_VERBS = (Verb.DISCOVER, Verb.PROMISE, Verb.WITHDRAW, Verb.WHY, Verb.ADMIT, Verb.SUSPECT)
+BULK_VERBS = (Verb.READ, Verb.WRITE)
 KNOWN = make_record(7, blocks=3)
 KNOWN_BYTES = record.build(KNOWN)
 
@@ -46,6 +47,9 @@ class Frames:
             return wire.encode_admit([self.key() for _ in range(dice.choice((0, 1, 3, 8193)))], bucket=dice.randrange(2**32))
         if verb == Verb.WHY:
             return wire.encode_why([self.key() for _ in range(dice.choice((0, 1, 3, 512, 513)))])
+        if verb == Verb.SUSPECT:  # of what is there, too: it is sound and stays
+            shards = [(self.key(), dice.getrandbits(64), dice.getrandbits(8)) for _ in range(dice.choice((0, 1, 3, 63, 64)))]
+            return wire.encode_suspect([*shards, (KNOWN.extent_key, KNOWN.write_id, dice.choice((KNOWN.shard, 255)))])
         names = [(self.key(), dice.getrandbits(64)) for _ in range(dice.randrange(4))]
         if verb == Verb.PROMISE:
             return wire.encode_promise(names, flags=dice.randrange(4), pin_seconds=dice.choice((0, 60, 65535)), bucket=dice.getrandbits(32))

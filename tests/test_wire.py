@@ -68,6 +68,7 @@ def test_requests_have_the_lengths_the_protocol_says(names: list[tuple[bytes, in
     assert len(wire.encode_promise(names, bucket=bucket, pin_seconds=pin)) == 40 + 40 * len(names)
     assert len(wire.encode_withdraw(names)) == 24 + 40 * len(names)
     assert len(wire.encode_why([key for key, _ in names])) == 24 + 32 * len(names)
+    assert len(wire.encode_suspect([(key, write_id, 1) for key, write_id in names])) == 24 + 48 * len(names)
     assert len(wire.encode_discover([key for key, _ in names])) == 32 + 32 * len(names)
     extents = [wire.ReadExtent(key, write_id, 1, 2, 3) for key, write_id in names]
     assert len(wire.encode_read(extents, [(0, 1), (0, 2)])) == 32 + 48 * len(names) + 8

@@ -167,7 +167,7 @@ HEALTH: Final = {
     ),
     "CHECKSUM_ERRORS": HealthCode(
         "WARN",
-        "a node found or was told of shards whose bytes fail their checksum (ERR from 100 on one disk)",
+        "a node found shards whose bytes fail their checksum, and dropped them (ERR from 100 on one disk)",
         "its count since it started",
         ("a failing disk", "failing memory", "somebody wrote to its files"),
         "kvstore fsck DIR on that node while it is stopped; look at SMART; replace the disk if it goes on",

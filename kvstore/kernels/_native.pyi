@@ -280,6 +280,12 @@ class Store:
     def report_corrupt(self, owner: bytes, extent_key: bytes, write_id: int, shard: int) -> None:
         """Reads the record again, from the disk; deletes its entry if it is bad."""
 
+    def suspect(self, owner: bytes, shards: list[tuple[bytes, int, int]]) -> list[int]:
+        """Of each (extent key, write id, shard): OK (a thread will look at it), NOT_FOUND or BUSY."""
+
+    def take_damages(self) -> tuple[list[tuple[int, int, int, int, bool]], int]:
+        """(segment, offset, record bytes, shard, could be read) of bad records dropped since the last call, 16 at most; and of how many."""
+
     def bucket_now(self) -> int: ...
     def close(self, clean: bool = True) -> None: ...
     def queues(self) -> list[tuple[int, bytes, int, int]]:
@@ -346,6 +352,7 @@ class Store:
 # --- client.cpp: use kvstore.client, which checks arguments. ValueError for shapes that do not fit; Closed; MisuseError after a fork.
 
 FOUND_BYTES: int
+BAD_SHARD_BYTES: int
 
 class ClientDiscover:
     """One discovery; struct Found of client_small.hpp, here as bytes, is kvstore.client.native.FOUND."""
@@ -505,6 +512,9 @@ class ClientCore:
     @property
     def promise_delay_seconds(self) -> float: ...
     def stats(self) -> dict[str, int | float]: ...
+    def take_bad_shards(self) -> _U8:
+        """Rows of kvstore.client.native.BAD_SHARD: shards whose bytes failed a check since the last call."""
+
     def take_notices(self) -> list[tuple[bool, str]]:
         """What the log should say of RDMA, once for each kind: is it a warning, the text."""
 

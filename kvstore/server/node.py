@@ -274,6 +274,7 @@ class Node:
                 wear_due = now + WEAR_LOOK_SECONDS
                 threading.Thread(target=self._read_wear, name="kvstore-wear", daemon=True).start()  # a disk may take seconds to tell
             self._look_at_itself(self._check)
+            self._tell_of_damage(self.store)
             behind = now - looked >= MAP_POLL_SECONDS and self.server.stats()["epoch_seen"] > self.map.epoch
             if self._reload.is_set() or (behind and self._map_mark() != self._mark_read):
                 looked = now
@@ -408,6 +409,15 @@ class Node:
     def _look_at_itself(self, check: SelfCheck) -> None:
         check.look()
         self._facts.firing = check.firing
+
+    def _tell_of_damage(self, store: _native.Store) -> None:
+        """One line a look, however much was found."""
+        damages, count = store.take_damages()
+        if count:
+            segment, offset, size_bytes, shard, was_read = damages[0]
+            what = "fails its sums" if was_read else "cannot be read"
+            where = f"shard {shard}, {format_bytes(size_bytes)} at {offset} of segments/{segment:08x}.seg, {what}"
+            self.log.warn(f"dropped {count} damaged shard{'s' if count > 1 else ''}: {where}{', and others' if count > 1 else ''}")
 
     def _bytes_now(self) -> tuple[int, int]:
         assert self.store

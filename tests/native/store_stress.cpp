@@ -180,8 +180,16 @@ int main(int argc, char** argv) {
         std::memcpy(name.extent_key, h.extent_key, KEY_BYTES);
         name.write_id = h.write_id;
         uint32_t status = 0;
-        if (rng() % 2) store.withdraw(owner, &name, 1, &status);
-        else store.report_corrupt(owner, h.extent_key, h.write_id, h.shard);
+        wire::SuspectShard shard{};
+        std::memcpy(shard.extent_key, h.extent_key, KEY_BYTES);
+        shard.write_id = h.write_id;
+        shard.shard = h.shard;
+        switch (rng() % 3) {
+          case 0: store.withdraw(owner, &name, 1, &status); break;
+          case 1: store.report_corrupt(owner, h.extent_key, h.write_id, h.shard); break;
+          default: store.suspect(owner, &shard, 1, &status);
+        }
+        store.take_damages();
         if (rng() % 50 == 0) store.flush();
         if (rng() % 200 == 0) store.check_integrity(false);
       }
