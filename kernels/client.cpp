@@ -43,10 +43,11 @@ nb::object array_of(std::vector<T>&& from) {
   return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
-nb::object array_of_found(std::vector<Found>&& from) {
-  auto* kept = new std::vector<Found>(std::move(from));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<Found>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(reinterpret_cast<uint8_t*>(kept->data()), {kept->size() * sizeof(Found)}, owner));
+template <class T>
+nb::object rows_of(std::vector<T>&& from) {   // as bytes: Python has a dtype for them
+  auto* kept = new std::vector<T>(std::move(from));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(reinterpret_cast<uint8_t*>(kept->data()), {kept->size() * sizeof(T)}, owner));
 }
 
 struct Discover { std::shared_ptr<DiscoverCall> call; };
@@ -331,6 +332,7 @@ void bind_client(nanobind::module_& m) {
   using namespace kv;
   using namespace kv::client;
   m.attr("FOUND_BYTES") = sizeof(Found);
+  m.attr("BAD_SHARD_BYTES") = sizeof(BadShard);
 
   nb::class_<Discover>(m, "ClientDiscover")
       .def(
@@ -342,7 +344,7 @@ void bind_client(nanobind::module_& m) {
           },
           "indices"_a, "nodes"_a, "counted"_a)
       .def("wait", [](Discover& d, double s) { return d.call->wait(nanoseconds(s)); }, "timeout_seconds"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("found", [](Discover& d) { return array_of_found(d.call->found()); })
+      .def("found", [](Discover& d) { return rows_of(d.call->found()); })
       .def("earlier", [](Discover& d) { return array_of(d.call->earlier()); })
       .def("answers", [](Discover& d) { return array_of(d.call->answers()); })
       .def("take_failed", [](Discover& d) { return array_of(d.call->take_failed()); })
@@ -507,6 +509,7 @@ void bind_client(nanobind::module_& m) {
       .def_prop_ro("discover_delay_seconds", [](ClientCore& core) { return double(core.net->discover_delay.delay()) / 1e9; })
       .def_prop_ro("promise_delay_seconds", [](ClientCore& core) { return double(core.net->promise_delay.delay()) / 1e9; })
       .def("stats", &stats)
+      .def("take_bad_shards", [](ClientCore& core) { return rows_of(core.shared->bad.take()); })
       .def("take_notices", [](ClientCore& core) {
         nb::list out;
         for (const auto& notice : core.net->take_notices()) out.append(nb::make_tuple(notice.warn, notice.text));

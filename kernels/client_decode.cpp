@@ -85,6 +85,12 @@ void LoadJob::hash_rebuilt(uint32_t e, uint32_t p, uint64_t shards) {
   });
 }
 
+void LoadJob::found_bad(uint32_t e, uint64_t shards) {
+  const ExtentPlan& x = plan_.extents[e];
+  stats.bad_shards += uint32_t(std::popcount(shards));
+  each(shards, [&](uint32_t s) { shared_->bad.add({plan_.owner, x.name, x.nodes[s], uint8_t(s), {}}); });
+}
+
 // Shards whose digests differ from those of most others are lost. True when there was one.
 bool LoadJob::drop_liars(uint32_t e, uint32_t p) {
   PlaneWork& work = work_[e]->planes[p];
@@ -101,7 +107,7 @@ bool LoadJob::drop_liars(uint32_t e, uint32_t p) {
   });
   const uint64_t liars = received & ~most;
   if (!liars) return false;
-  stats.bad_shards += uint32_t(std::popcount(liars));
+  found_bad(e, liars);
   work.lost |= liars;
   work.good &= ~(liars | work.decoded);   // what was rebuilt may come from a liar
   const uint64_t undone = work.decoded & ~work.lost;   // these came too late and were thrown away: asked again if nothing else helps
@@ -183,7 +189,7 @@ bool LoadJob::holds_from(uint32_t e, uint32_t p, uint64_t from) {
     for (uint32_t b = 0; b < x.count; b++)
       if (const uint32_t real = shard_real_bytes(plane.bytes, piece, want[j]))
         std::memcpy(place(e, p) + b * plan_.row_stride + size_t(want[j]) * piece, rebuilt.data() + (size_t(j) * x.count + b) * piece, real);
-  stats.bad_shards += uint32_t(std::popcount(work.good & ~work.decoded & ~from));
+  found_bad(e, work.good & ~work.decoded & ~from);
   stats.decodes++;
   work.decoded |= missing;
   return true;
@@ -203,6 +209,21 @@ void LoadJob::complete(uint32_t e, uint32_t p) {
     if (e >= cut || ++plane_done_[p] != cut) return;
   }
   changed_.notify_all();   // with the lock, who wakes would wait for it, perhaps behind all that runs here
+}
+
+// --- BadShards ---
+
+void BadShards::add(const BadShard& one) {
+  std::lock_guard lock(mutex_);
+  if (kept_.size() < KEPT_MAX && std::find(kept_.begin(), kept_.end(), one) == kept_.end()) kept_.push_back(one);
+  any_.store(true, std::memory_order_relaxed);
+}
+
+std::vector<BadShard> BadShards::take() {
+  if (!any_.load(std::memory_order_relaxed)) return {};   // after nearly every load
+  std::lock_guard lock(mutex_);
+  any_.store(false, std::memory_order_relaxed);
+  return std::exchange(kept_, {});
 }
 
 // --- Scratch ---

@@ -256,7 +256,7 @@ void LoadJob::release(const Stream::Item& item, Got got) {
     if (got == Got::WHOLE && item.shard >= k_) stats.parity_received++;
     if (got == Got::BAD) {
       work.lost |= mine;
-      stats.bad_shards++;
+      found_bad(item.extent, mine);
     }
     const bool wanted = work.revoke_wanted & mine;
     work.revoke_wanted &= ~mine;

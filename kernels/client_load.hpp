@@ -77,11 +77,35 @@ class Scratch {
   std::atomic<uint64_t> held_bytes_{0};
 };
 
+// A shard whose bytes failed a check, for its node to be told. A row of the array Python gets; its dtype is asserted in client/native.py.
+struct BadShard {
+  Owner owner;
+  wire::WritingName name;
+  int32_t node;
+  uint8_t shard, zero[3];
+  bool operator==(const BadShard& o) const { return std::memcmp(this, &o, sizeof o) == 0; }
+};
+static_assert(sizeof(BadShard) == 64);
+
+// Those of all loads, each once, until somebody takes them; past `KEPT_MAX` they are found again by the next load. Any thread.
+class BadShards {
+ public:
+  void add(const BadShard& one);
+  std::vector<BadShard> take();
+
+ private:
+  static constexpr size_t KEPT_MAX = 256;
+  std::mutex mutex_;
+  std::vector<BadShard> kept_;
+  std::atomic<bool> any_{false};
+};
+
 // What all loads of a client share.
 struct LoadShared {
   std::shared_ptr<Net> net;
   Codec codec;
   Scratch scratch;
+  BadShards bad;
   LoadStats totals;
   Learnt delay{4 * MS, 200 * MS, 4.0};   // between "all but m data shards are there" and "all are"
   LoadShared(std::shared_ptr<Net> n, uint32_t k, uint32_t m) : net(std::move(n)), codec(k, m) {}
@@ -261,6 +285,7 @@ class LoadJob : public std::enable_shared_from_this<LoadJob> {
   void progress(std::unique_lock<std::mutex>& lock, uint32_t extent, uint32_t plane, Todo& todo);
   void decode(std::unique_lock<std::mutex>& lock, uint32_t extent, uint32_t plane);
   void complete(uint32_t extent, uint32_t plane);
+  void found_bad(uint32_t extent, uint64_t shards);   // bytes of them fail a check
   bool drop_liars(uint32_t extent, uint32_t plane);
   bool digests_hold(uint32_t extent, uint32_t plane) const;
   bool locate(uint32_t extent, uint32_t plane);

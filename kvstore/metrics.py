@@ -35,7 +35,7 @@ MISS_REASONS: Final = ("unknown", "expired", "evicted", "lost_shards", "fidelity
 REUSE_AGE_NAMES: Final = ("1m", "5m", "1h", "6h", "12h", "1d", "2d", "3d", "5d", "7d", "14d", "more")
 REUSE_AGE_BOUNDS_SECONDS: Final = tuple(h * HOUR for h in (1 / 60, 1 / 12, 1, 6, 12, 24, 48, 72, 120, 168, 336))
 
-OPS: Final = ("hello", "discover", "promise", "withdraw", "why", "admit", "read", "write")
+OPS: Final = ("hello", "discover", "promise", "withdraw", "why", "admit", "suspect", "read", "write")
 CLASSES: Final = ("none", "batch", "chat", "agent", "other")
 RESULTS: Final = ("ok", "not_found", "busy", "no_space", "stale_map", "draining", "refused", "corrupt", "error")
 GONE_REASONS: Final = ("lru", "share", "quota", "expired")  # room for others; a class's share, an owner's cap passed; its time over
@@ -172,6 +172,12 @@ NODE: Final = (
     ),
     Metric("kvstore_eviction_age_seconds", "histogram", "Seconds from the last use of what was evicted.", _CLASS, AGE_BOUNDS_SECONDS),
     Metric("kvstore_class_share_bytes", "gauge", "Bytes past which a class loses its own oldest first, when room is needed.", _CLASS),
+    Metric(
+        "kvstore_node_suspect_shards_total",
+        "counter",
+        "Shards that readers reported as bad, by what the disk said.",
+        {"result": ("damaged", "unfounded", "absent", "refused")},
+    ),
     Metric("kvstore_admission_votes_total", "counter", "Votes on extents to be written.", {"vote": ("yes", "unseen", "budget")}),
     Metric("kvstore_write_budget_bytes", "gauge", "Bytes a day past which this node votes against writes; 0: no budget."),
     Metric("kvstore_owner_used_bytes", "gauge", "Bytes of records of an owner.", {"owner": OWNERS}),
@@ -237,7 +243,13 @@ CLIENT: Final = (
     Metric("kvstore_shards_asked_total", "counter", "Shards (of an extent) asked of nodes.", {"kind": ("data", "parity")}),
     Metric("kvstore_late_requests_total", "counter", "Twelfth shards asked for, by why.", {"reason": ("late", "error")}),
     Metric("kvstore_decoded_planes_total", "counter", "(block, plane) pieces that needed decoding."),
-    Metric("kvstore_bad_shards_total", "counter", "Shards whose bytes failed a check; counted as lost and reported."),
+    Metric("kvstore_bad_shards_total", "counter", "Shards whose bytes failed a check; they count as lost, and their nodes are told."),
+    Metric(
+        "kvstore_bad_shard_reports_total",
+        "counter",
+        "Bad shards by their nodes' answer: will look, not here, not now; or not told.",
+        {"result": ("taken", "absent", "busy", "unsent")},
+    ),
     Metric("kvstore_degraded_reads_total", "counter", "Extents loaded with at least one data shard missing."),
     Metric("kvstore_agent_queued_requests", "gauge", "Requests waiting in this process.", {"op": ("load", "save")}),
     Metric("kvstore_agent_pinned_bytes", "gauge", "Bytes of buffers held for requests in flight."),
@@ -695,6 +707,8 @@ def read_store(stats: Mapping[str, Any], values: Values) -> None:
         values.set("kvstore_admission_votes_total", stats[f"votes_{vote}_total"], vote)
     values.set("kvstore_disk_errors_total", stats["corrupt_reported_total"] + stats["corrupt_found_total"], "checksum")
     values.set("kvstore_disk_errors_total", stats["index_faults_total"], "index")
+    for result in ("damaged", "unfounded", "absent", "refused"):
+        values.set("kvstore_node_suspect_shards_total", stats[f"suspects_{result}_total"], result)
     values.set("kvstore_index_starts_total", 1, stats["start_mode"])
     filter_start = stats["filter_start"]
     values.set("kvstore_filter_starts_total", 1, "loaded" if filter_start == "loaded" else "ignored" if filter_start else "built")

@@ -4,7 +4,8 @@ A PeerCluster runs all its peers on one asyncio loop in a thread of its own. Rul
 
     peer.item_rule   (Item) -> None: the right answer | bytes: this body instead | Status: this status, no body | Raw: these bytes, then the
                      connection ends | raises ConnectionError: the connection ends. It may wait for a gate first.
-    peer.reply_rule  (verb, request body, right answer) -> the same, for DISCOVER, PROMISE, WITHDRAW, and WRITE (its answer is a status)
+    peer.reply_rule  (verb, request body, right answer) -> the same, for DISCOVER, PROMISE, WITHDRAW, SUSPECT, and WRITE (its answer is
+                     a status)
 
 Records are kept as they were sent; everything is checked with the plain Python twins of the formats. Not covered: HELLO faults.
 """
@@ -138,10 +139,12 @@ class Peer:
         self.items_asked: list[tuple[int, int]] = []  # shard, plane
         self.touches: list[tuple[bytes, int, int]] = []  # extent key, bucket, class
         self.discovered: list[bytes] = []
+        self.suspected: list[tuple[bytes, int, int]] = []  # extent key, write id, shard
         self.chop: random.Random | None = None
         self.port = 0
         self.epoch = 1  # of its cluster map
         self.stale_aux = 0  # a rule that says STALE_MAP names this epoch
+        self.frame: wire.Frame  # the last that came, without its body
 
     # --- verbs ---
 
@@ -181,6 +184,12 @@ class Peer:
             self.tombstones.add(name)
         return struct.pack(f"<{len(names)}I", *(Status.OK if self.records.pop(name, None) else Status.NOT_FOUND for name in names))
 
+    def _suspect(self, body: bytes) -> bytes:
+        shards = list(struct.iter_unpack("<32sQB7x", body[24:]))
+        self.suspected += shards
+        held = (shard in self.records.get((key, write_id), {}) for key, write_id, shard in shards)
+        return struct.pack(f"<{len(shards)}I", *(Status.OK if here else Status.NOT_FOUND for here in held))
+
     def _write(self, body: bytes) -> Status:
         made = record.parse(body)
         if isinstance(made, record.Check):
@@ -218,6 +227,7 @@ class Peer:
     async def _answer(self, frame: wire.Frame, body: bytes, pipe: Pipe) -> None:
         verb = Verb(frame.verb)
         self.asked[verb] += 1
+        self.frame = frame
         if verb == Verb.HELLO:
             hello = wire.Hello.decode(body)
             answer = wire.Hello(hello.role, hello.cluster, self.epoch, 1, 60, 0).encode()
@@ -235,7 +245,10 @@ class Peer:
         elif verb == Verb.WHY:  # nothing went: a cut connection would leave the peer held for down
             await pipe.send(wire.encode(verb, bytes(8), request_id=frame.request_id, kind=Kind.REPLY))
         else:
-            right = {Verb.DISCOVER: self._discover, Verb.PROMISE: self._promise, Verb.WITHDRAW: self._withdraw}[verb](body)
+            answers = {
+                Verb.DISCOVER: self._discover, Verb.PROMISE: self._promise, Verb.WITHDRAW: self._withdraw, Verb.SUSPECT: self._suspect,
+            }  # fmt: skip
+            right = answers[verb](body)
             verdict = await self.reply_rule(verb, body, right) if self.reply_rule is not None else None
             await _send(pipe, verdict, right, lambda b, s: wire.encode(verb, b, request_id=frame.request_id, kind=Kind.REPLY, status=s))
 

@@ -31,6 +31,7 @@ from kvstore.client.promises import Promises
 from kvstore.client.reach import Reaches
 from kvstore.client.reasons import Limits
 from kvstore.client.store import StoreFuture, Stores
+from kvstore.client.suspects import Suspects
 from kvstore.client.ticket import EXTENT, Ticket
 from kvstore.client.tracing import Tracing
 from kvstore.client.values import Accept, Fidelity, LoadOutcome, LoadResult, PlaneReady
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 OWNER_BYTES: Final = 16
 _CHAINS_KEPT: Final = 4096
 ACCOUNTS_CLOSE_SECONDS: Final = 3.0
+SUSPECTS_CLOSE_SECONDS: Final = 1.0
 
 
 class Client:
@@ -95,7 +97,8 @@ class Client:
             sample=config.access_log_sample, bytes_max=config.access_log_bytes_max, file_seconds=config.access_log_file_seconds,
         ) if config.access_log else None  # fmt: skip
         self._accounts = Accounts(self._reaches, owner, cluster_map.bucket_seconds, self._counters, self.access_log)
-        self._finalizer = weakref.finalize(self, _close, self._reaches, self._stores, self._admission, os.getpid())
+        self._suspects = Suspects(self._reaches, self._promises, self._counters)
+        self._finalizer = weakref.finalize(self, _close, self._reaches, self._stores, self._admission, self._suspects, os.getpid())
 
     @property
     def map(self) -> ClusterMap:
@@ -364,6 +367,7 @@ class Client:
         """Ends a load of `wanted` blocks that begin_load began, and counts what came of it."""
         result = load.finish()
         self._tell()
+        self._suspects.look()
         if load.span is not None:
             self._tracing.load(load.span, load.times(), load.counts)
             self._tracing.tell(load.span, outcome=result.outcome.value, blocks=result.blocks, bytes=result.bytes, decoded=result.decoded)
@@ -449,6 +453,7 @@ class Client:
         if self._finalizer.alive:
             self._stores.flush(self.config.close_seconds)
             self._admission.end()
+            self._suspects.close(min(self.config.close_seconds, SUSPECTS_CLOSE_SECONDS))
             self._accounts.close(min(self.config.close_seconds, ACCOUNTS_CLOSE_SECONDS))
             self._finalizer()
 
@@ -512,9 +517,10 @@ def _connect(config: ClientConfig, planes: tuple[Plane, ...], cluster_map: Clust
     )  # fmt: skip
 
 
-def _close(reaches: Reaches, open_stores: Stores, admission: Admission, pid: int) -> None:
+def _close(reaches: Reaches, open_stores: Stores, admission: Admission, suspects: Suspects, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child has none of the threads
     admission.end()
+    suspects.end()
     reaches.close()
     open_stores.end()

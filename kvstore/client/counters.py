@@ -24,6 +24,7 @@ class Counters:
         self.unexplained_lookups = 0
         self.short_hit_tokens = 0
         self.declined_extents = self.declined_bytes = self.unasked_bytes = 0
+        self.bad_shard_reports: Counter[str] = Counter()  # taken, absent, busy, unsent
         self.loads = 0
         self.loading = 0
         self.load_bytes = 0
@@ -90,6 +91,11 @@ class Counters:
         with self._lock:
             self.unasked_bytes += block_bytes
 
+    def bad_shards_told(self, result: str, shards: int) -> None:
+        """What their nodes said to it; "unsent": nothing, or they were not told."""
+        with self._lock:
+            self.bad_shard_reports[result] += shards
+
     def flat(self) -> dict[str, int | float]:
         with self._lock:
             return {
@@ -103,6 +109,7 @@ class Counters:
                 **{f"lookups_{kind}": self.lookups[kind] for kind in ("full", "partial", "miss", "error")},
                 "lookup_seconds_sum": self.lookup_seconds.total,
                 "loads": self.loads,
+                **{f"bad_shard_reports_{result}": self.bad_shard_reports[result] for result in ("taken", "absent", "busy", "unsent")},
                 "loads_short": self.fallbacks.total(),
                 "load_bytes": self.load_bytes,
                 "load_seconds_sum": self.load_seconds.total,

@@ -101,6 +101,8 @@ def read_client(client: Client, values: Values) -> None:
     values.set("kvstore_late_requests_total", stats["late_asked_after_errors"], "error")
     values.set("kvstore_decoded_planes_total", stats["decoded_pieces"])
     values.set("kvstore_bad_shards_total", stats["bad_shards"])
+    for result in ("taken", "absent", "busy", "unsent"):
+        values.set("kvstore_bad_shard_reports_total", stats[f"bad_shard_reports_{result}"], result)
     values.set("kvstore_degraded_reads_total", stats["degraded_extents"])
     values.set("kvstore_agent_queued_requests", counters.loading, "load")
     values.set("kvstore_agent_queued_requests", stats["stores_open"], "save")

@@ -42,6 +42,12 @@ GHOST: Final = np.dtype(
 )  # fmt: skip
 assert GHOST.itemsize == 80
 
+# BadShard of client_load.hpp
+BAD_SHARD: Final = np.dtype(
+    [("owner", "u1", (16,)), ("extent_key", "u1", (32,)), ("write_id", "<u8"), ("node", "<i4"), ("shard", "u1"), ("zero", "u1", (3,))]
+)
+assert BAD_SHARD.itemsize == _native.BAD_SHARD_BYTES
+
 PROMISE_PIN: Final = 1
 PROMISE_TOUCH: Final = 2
 
