@@ -274,6 +274,18 @@ nb::list suspect(Store& store, const nb::bytes& owner, const nb::list& shards) {
   return out;
 }
 
+nb::tuple scrub(Store& store, const nb::bytes& after, uint64_t bytes_max) {
+  const auto* at = reinterpret_cast<const uint8_t*>(after.c_str());
+  if (after.size() && after.size() != ENTRY_KEY_BYTES) throw nb::value_error("after: what scrub() gave, or nothing");
+  const std::vector<uint8_t> from(at, at + after.size());
+  Scrubbed done;
+  {
+    nb::gil_scoped_release free;
+    done = impl(store).scrub(from, bytes_max);
+  }
+  return nb::make_tuple(to_bytes(done.after.data(), done.after.size()), done.bytes, done.damaged);
+}
+
 nb::tuple take_damages(Store& store) {
   const auto [damages, count] = impl(store).take_damages();
   nb::list out;
@@ -404,6 +416,7 @@ void bind_store(nb::module_& m) {
       .def("report_corrupt", &report_corrupt, arg("owner"), arg("extent_key"), arg("write_id"), arg("shard"))
       .def("suspect", &suspect, arg("owner"), arg("shards"), "[status] of (extent key, write id, shard)")
       .def("take_damages", &take_damages, "([(segment, offset, record bytes, shard, read)], count) of what was dropped since the last call")
+      .def("scrub", &scrub, arg("after"), arg("bytes_max"), "(where to go on, or nothing at the end; bytes looked at; damaged records)")
       .def("bucket_now", &Store::bucket_now)
       .def("close", &Store::close, arg("clean") = true, release())
       .def("queues", &queues, "[(class, owner, rows, bytes)]")

@@ -228,6 +228,7 @@ std::vector<std::pair<std::string, uint64_t>> StoreImpl::stats() {
   add("suspects_unfounded_total", c.suspects_unfounded);
   add("suspects_absent_total", c.suspects_absent);
   add("suspects_refused_total", c.suspects_refused);
+  add("scrubbed_bytes_total", c.scrubbed_bytes);
   add("index_faults_total", c.index_faults);
   add("evicted_total", c.evicted);
   add("votes_yes_total", c.votes[size_t(Vote::YES)]);

@@ -6,7 +6,7 @@
 //   store_maintain.cpp  touches, syncs, sealing, punching, growing the filter
 //   store_evict.cpp     what gc asks: queues, peek, evict, ghosts
 //   store_admit.cpp     votes on what to write
-//   store_suspects.cpp  shards that readers call bad: looked at, and dropped where the disk says so too
+//   store_suspects.cpp  shards that readers call bad, and scrubs: looked at, and dropped where the disk says so
 //   store_check.cpp     check_integrity(), bulk_index() for benchmarks
 //   store_bind.cpp      the Python face
 //
@@ -44,6 +44,7 @@ struct PeekedRow { RecencyKey row; uint64_t bytes; };
 struct Evicted { size_t row; uint8_t retention_class; uint64_t bytes; uint64_t age_seconds; };
 struct Usage { uint64_t used_bytes, zombie_bytes, capacity_bytes, disk_free_bytes; double index_share; };
 struct Damage { uint32_t segment; uint64_t offset, record_bytes; uint8_t shard; bool read; };   // a record that was dropped; read: and its sums fail
+struct Scrubbed { std::vector<uint8_t> after; uint64_t bytes = 0, damaged = 0; };   // after: the last record looked at; empty: of all
 struct SyntheticShape { uint32_t block_count, block_bytes, start_block, bucket; uint8_t k, m, shard, retention_class; };
 
 // Counters, all since the start of this process.
@@ -54,6 +55,7 @@ struct Counters {
   std::atomic<uint64_t> reads{0}, reads_absent{0}, withdrawn{0};
   std::atomic<uint64_t> corrupt_reported{0}, corrupt_found{0}, index_faults{0};
   std::atomic<uint64_t> suspects_damaged{0}, suspects_unfounded{0}, suspects_absent{0}, suspects_refused{0};   // of readers' reports
+  std::atomic<uint64_t> scrubbed_bytes{0};
   std::atomic<uint64_t> evicted{0}, evict_skipped{0}, punches{0}, punched_bytes{0}, punch_errors{0}, segments_removed{0}, io_errors{0};
   std::atomic<uint64_t> orphan_bytes{0}, recovered{0}, recovery_dropped{0}, unknown_versions{0};
   std::atomic<uint64_t> votes[3] = {};          // by Vote
@@ -92,6 +94,8 @@ class StoreImpl final : public Store {
   void admit(const Owner& owner, const uint8_t* keys, uint32_t count, uint32_t bucket, uint32_t* votes) override;
   std::vector<std::pair<uint32_t, GhostRow>> ghosts(const Owner& owner, const uint8_t* keys, uint32_t count);
   void poke() { poke_pressure(1); }
+  // Looks at records in the order of the index, those behind `after` (empty: from the first), about `bytes_max` of them and at least one.
+  Scrubbed scrub(const std::vector<uint8_t>& after, uint64_t bytes_max);
   void set_retentions(const std::array<uint32_t, CLASSES_MAX>& seconds);
 
   // --- for operators, tests and benchmarks ---
@@ -178,7 +182,7 @@ class StoreImpl final : public Store {
 
   // store_suspects.cpp
   enum class Looked : uint8_t { SOUND, DAMAGED, ABSENT };
-  Looked look_at(const EntryKey& name, uint64_t& bytes);   // bytes: read for it
+  Looked look_at(const EntryKey& name, bool forget, uint64_t& bytes);   // bytes: read for it
   void run_suspects();
 
   // store_start.cpp

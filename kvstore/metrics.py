@@ -191,6 +191,8 @@ NODE: Final = (
         "Every use younger than this is still here, whatever the policy, restarts included; 0: nothing was dropped for room.",
         _CLASS,
     ),
+    Metric("kvstore_scrubbed_bytes_total", "counter", "Bytes of records that the scrub looked at."),
+    Metric("kvstore_scrub_last_pass_timestamp_seconds", "gauge", "Unix time at which a scrub had last seen every record; 0: none has."),
     Metric("kvstore_data_age_seconds", "gauge", "Seconds since this data directory was made; 0: since before that was written down."),
     Metric("kvstore_retention_contract_seconds", "gauge", "Seconds a class is to be kept after its last use.", _CLASS),
     Metric("kvstore_epoch", "gauge", "Epoch of the cluster map in use."),
@@ -586,6 +588,7 @@ class NodeFacts:
     firing: Mapping[str, str] = field(default_factory=dict)  # code -> severity
     retention_seconds: Mapping[str, float] = field(default_factory=dict)
     retention_bounds: Callable[[], tuple[Mapping[str, float], float]] = lambda: ({}, 0.0)  # seconds by class, and the data's age
+    scrub_ended: Callable[[], float] = lambda: 0.0  # unix seconds
     write_budget_bytes: int = 0
     class_shares: Mapping[str, float] = field(default_factory=dict)
     class_names: Mapping[int, str] = field(default_factory=dict)
@@ -636,6 +639,7 @@ def node_registry(
         for name, seconds in bounds.items():
             values.set("kvstore_retention_bound_seconds", seconds, name)
         values.set("kvstore_data_age_seconds", data_age)
+        values.set("kvstore_scrub_last_pass_timestamp_seconds", facts.scrub_ended())
         values.set("kvstore_write_budget_bytes", facts.write_budget_bytes)
         for name, share in facts.class_shares.items():
             if name in CLASSES:
@@ -707,6 +711,7 @@ def read_store(stats: Mapping[str, Any], values: Values) -> None:
         values.set("kvstore_admission_votes_total", stats[f"votes_{vote}_total"], vote)
     values.set("kvstore_disk_errors_total", stats["corrupt_reported_total"] + stats["corrupt_found_total"], "checksum")
     values.set("kvstore_disk_errors_total", stats["index_faults_total"], "index")
+    values.set("kvstore_scrubbed_bytes_total", stats["scrubbed_bytes_total"])
     for result in ("damaged", "unfounded", "absent", "refused"):
         values.set("kvstore_node_suspect_shards_total", stats[f"suspects_{result}_total"], result)
     values.set("kvstore_index_starts_total", 1, stats["start_mode"])

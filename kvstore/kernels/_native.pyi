@@ -283,6 +283,10 @@ class Store:
     def suspect(self, owner: bytes, shards: list[tuple[bytes, int, int]]) -> list[int]:
         """Of each (extent key, write id, shard): OK (a thread will look at it), NOT_FOUND or BUSY."""
 
+    def scrub(self, after: bytes, bytes_max: int) -> tuple[bytes, int, int]:
+        """Looks at records in the order of the index, past the page cache; bad ones are dropped. `after`: b"" for the first, else what this
+        gave last: (where to go on, b"" at the end; bytes looked at, about `bytes_max`, one record at least; damaged records)."""
+
     def take_damages(self) -> tuple[list[tuple[int, int, int, int, bool]], int]:
         """(segment, offset, record bytes, shard, could be read) of bad records dropped since the last call, 16 at most; and of how many."""
 

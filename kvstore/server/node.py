@@ -25,7 +25,7 @@ from kvstore.clustermap import EARLY_REASONS, ClusterMap
 from kvstore.clustermap import Node as Member
 from kvstore.daemon import address_text, run_daemon
 from kvstore.errors import ConfigError, DirectoryInUse, KvstoreError
-from kvstore.gc import EvictionPolicy, Evictor, class_of
+from kvstore.gc import EvictionPolicy, Evictor, Scrubber, class_of
 from kvstore.http import HttpServer, daemon_pages
 from kvstore.kernels import _native
 from kvstore.metrics import CLASSES, EvictionMetrics, Holding, NodeFacts, flat_values, node_registry
@@ -64,6 +64,7 @@ class Node:
         self.map = ClusterMap.local([Member(config.node_id, config.node_id, "127.0.0.1:1")], k=1, m=0)  # replaced where a file is given
         self.store: _native.Store | None = None
         self.evictor: Evictor | None = None
+        self.scrubber: Scrubber | None = None
         self.server: _native.Server | None = None
         self.http: HttpServer | None = None
         self.control: ControlServer | None = None
@@ -222,6 +223,11 @@ class Node:
         self._facts.retention_bounds = self._retention_bounds
         self.evictor = Evictor(self.store, policy, self._evicted)
         self.evictor.start()
+        if self.config.scrub_bytes_per_second:
+            self.scrubber = Scrubber(self.store, directory, self.config.scrub_bytes_per_second)
+            self._facts.scrub_ended = lambda: self.scrubber.ended if self.scrubber else 0.0
+            self.scrubber.start()
+            self.log.info(f"scrub of {format_bytes(self.config.scrub_bytes_per_second)} a second")
 
     def _bucket_seconds_now(self) -> float:
         return float(self.store.bucket_now() * self.map.bucket_seconds) if self.store else 0.0
@@ -368,9 +374,11 @@ class Node:
             self.http.close()
         if self.evictor:
             self.evictor.stop()
+        if self.scrubber:
+            self.scrubber.stop()
         if self.store:
             self.store.close(clean)
-        self.server = self.store = self.evictor = self.control = self.http = self._registry = None
+        self.server = self.store = self.evictor = self.scrubber = self.control = self.http = self._registry = None
 
     # --- faces ---
 
