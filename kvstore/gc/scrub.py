@@ -21,6 +21,7 @@ from typing import Final, Protocol
 
 FILE: Final = "scrub"
 STEP_SECONDS: Final = 1.0  # bytes of so long are looked at in one go, one record at least
+STEP_BYTES_MAX: Final = 32 << 20  # a stop waits for one step
 PASS_SECONDS_MIN: Final = 3600.0  # a small store is not read over and over
 SAVE_SECONDS: Final = 60.0  # a kill costs so much of a pass
 _NICE: Final = 12  # as kernels/priority.hpp
@@ -64,16 +65,17 @@ class Scrubber:
             self._save()
 
     def step(self) -> float:
-        """Looks at a second's worth; seconds until the next step is due."""
+        """Looks at a second's worth or less; seconds until the next step is due."""
         now = self._wall_clock()
         if not self._after:
             if self._began <= now < self._began + PASS_SECONDS_MIN:
                 return self._began + PASS_SECONDS_MIN - now
             self._began = now
-        self._after, looked_bytes, _ = self._store.scrub(self._after, int(self._bytes_per_second * STEP_SECONDS))
+        step_bytes = min(int(self._bytes_per_second * STEP_SECONDS), STEP_BYTES_MAX)
+        self._after, looked_bytes, _ = self._store.scrub(self._after, step_bytes)
         if not self._after:
             self.ended = self._wall_clock()
-        return max(looked_bytes / self._bytes_per_second, STEP_SECONDS)
+        return looked_bytes / self._bytes_per_second or STEP_SECONDS
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):

@@ -190,6 +190,7 @@ int main(int argc, char** argv) {
           default: store.suspect(owner, &shard, 1, &status);
         }
         store.take_damages();
+        if (rng() % 100 == 0) store.scrub({}, 1 << 16);
         if (rng() % 50 == 0) store.flush();
         if (rng() % 200 == 0) store.check_integrity(false);
       }
