@@ -192,7 +192,7 @@ NODE: Final = (
         _CLASS,
     ),
     Metric("kvstore_scrubbed_bytes_total", "counter", "Bytes of records that the scrub looked at."),
-    Metric("kvstore_scrub_last_pass_timestamp_seconds", "gauge", "Unix time at which a scrub had last seen every record; 0: none has."),
+    Metric("kvstore_scrub_completed_timestamp_seconds", "gauge", "Unix time at which a scrub had last seen every record; 0: none has."),
     Metric("kvstore_data_age_seconds", "gauge", "Seconds since this data directory was made; 0: since before that was written down."),
     Metric("kvstore_retention_contract_seconds", "gauge", "Seconds a class is to be kept after its last use.", _CLASS),
     Metric("kvstore_epoch", "gauge", "Epoch of the cluster map in use."),
@@ -639,7 +639,7 @@ def node_registry(
         for name, seconds in bounds.items():
             values.set("kvstore_retention_bound_seconds", seconds, name)
         values.set("kvstore_data_age_seconds", data_age)
-        values.set("kvstore_scrub_last_pass_timestamp_seconds", facts.scrub_ended())
+        values.set("kvstore_scrub_completed_timestamp_seconds", facts.scrub_ended())
         values.set("kvstore_write_budget_bytes", facts.write_budget_bytes)
         for name, share in facts.class_shares.items():
             if name in CLASSES:

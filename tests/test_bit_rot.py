@@ -16,7 +16,7 @@ from server_tools import pages_dropped
 
 from kvstore import wire
 from kvstore.cli.cluster import ask_nodes
-from kvstore.client import Client, LoadOutcome
+from kvstore.client import Client, LoadOutcome, Ticket
 from kvstore.client.metrics import client_registry
 from kvstore.keys import Keys
 from kvstore.metrics import flat_values
@@ -74,8 +74,14 @@ def test_rot_at_two_nodes_is_read_around_then_dropped_there_and_shown(cluster: L
 
         expected = [float(node in hurt) for node in range(12)]
         until(lambda: errors(cluster) == expected, "both nodes have found and dropped it")
-        ticket = client.lookup(keys)
-        assert ticket.hit_blocks == len(keys) and int(ticket.extents["absent"][0]).bit_count() == 2
+        found: list[Ticket] = []
+
+        def all_have_answered() -> bool:
+            found[:] = [client.lookup(keys)]  # which does not wait for more than ten
+            return found[0].hit_blocks == len(keys) and int(found[0].extents["absent"][0]).bit_count() == 2
+
+        until(all_have_answered, "a ticket that knows of both")
+        ticket = found[0]
         before = client.stats()
         result, place = load(client, ticket)
         assert result.outcome is LoadOutcome.COMPLETE and (place == data).all()
