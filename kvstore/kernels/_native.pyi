@@ -1,4 +1,7 @@
-"""Types of the native core. One section per source file in kernels/; arrays are C-contiguous unless said otherwise. Over 600 lines because a stub is one file a module."""
+"""Types of the native core. One section per source file in kernels/; arrays are C-contiguous unless said otherwise.
+
+Over 600 lines because a stub is one file a module.
+"""
 
 from typing import Any
 
