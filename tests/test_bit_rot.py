@@ -68,12 +68,15 @@ def test_rot_at_two_nodes_is_read_around_then_dropped_there_and_shown(cluster: L
         data = store(client, keys)
         until_whole(client, keys)
         hurt = rot(cluster, keys, 2, seed=1)
-        result, place = load(client, client.lookup(keys))
-        assert result.outcome is LoadOutcome.COMPLETE and (place == data).all()
-        assert client.stats()["bad_shards"] > 0
-
         expected = [float(node in hurt) for node in range(12)]
-        until(lambda: errors(cluster) == expected, "both nodes have found and dropped it")
+
+        def both_have_dropped_it() -> bool:
+            result, place = load(client, client.lookup(keys))  # one that lags is not asked of at all, by this load
+            assert result.outcome is LoadOutcome.COMPLETE and (place == data).all()
+            return errors(cluster) == expected
+
+        until(both_have_dropped_it, "both nodes have found and dropped it")
+        assert client.stats()["bad_shards"] >= 2
         found: list[Ticket] = []
 
         def all_have_answered() -> bool:
@@ -104,10 +107,14 @@ def test_a_get_that_ends_at_once_has_told_of_the_rot_it_found(cluster: LocalClus
         data = store(client, keys)
         until_whole(client, keys)
     (node,) = rot(cluster, keys, 1, seed=2)
-    with Client(cluster.map, layout=V41) as client:
-        result, place = load(client, client.lookup(keys))
-        assert (place == data).all() and result.outcome is LoadOutcome.COMPLETE
-    assert client.stats()["bad_shard_reports_taken"] == 1
+
+    def got_and_told() -> bool:
+        with Client(cluster.map, layout=V41) as client:
+            result, place = load(client, client.lookup(keys))
+            assert (place == data).all() and result.outcome is LoadOutcome.COMPLETE
+        return client.stats()["bad_shard_reports_taken"] == min(1, client.stats()["bad_shards"]) == 1
+
+    until(got_and_told, "a get that met it, and had told of it at its end")
     before[node] += 1
     until(lambda: errors(cluster) == before, "it was found")
 
@@ -131,6 +138,15 @@ class Rotten:
         result, place = load(self.client, self.client.lookup(self.keys))
         assert result.outcome is LoadOutcome.COMPLETE and (place == self.data).all()
 
+    def load_until(self, result: str) -> None:
+        """Again where the peer lagged: a shard that did not come was not found bad."""
+
+        def told() -> bool:
+            self.load()
+            return self.reports(result) == 1
+
+        until(told, f"a report that ended {result}")
+
     def reports(self, result: str) -> float:
         return self.client.stats()[f"bad_shard_reports_{result}"]
 
@@ -148,14 +164,13 @@ def rotten() -> Iterator[Rotten]:
 
 
 def test_a_shard_is_told_of_once_however_many_loads_find_it_bad(rotten: Rotten) -> None:
+    rotten.load_until("taken")
     for _ in range(5):
         rotten.load()
-    until(lambda: rotten.reports("taken") == 1, "it was told")
-    rotten.load()
     rotten.client.close()
     key, write_id = next(iter(rotten.peer.records))
     assert rotten.peer.suspected == [(key, write_id, rotten.shard)]
-    assert rotten.client.stats()["bad_shards"] >= 6
+    assert rotten.client.stats()["bad_shards"] > 1
 
 
 def test_a_node_that_does_not_know_the_verb_is_told_nothing_more(rotten: Rotten) -> None:
@@ -167,8 +182,7 @@ def test_a_node_that_does_not_know_the_verb_is_told_nothing_more(rotten: Rotten)
         return Raw(wire.encode(verb, kind=Kind.REPLY, status=Status.BAD_REQUEST, request_id=rotten.peer.frame.request_id))
 
     rotten.peer.reply_rule = as_before
-    rotten.load()
-    until(lambda: rotten.reports("unsent") == 1, "it was not understood")
+    rotten.load_until("unsent")
     more = chain(5, V41)
     data = store(rotten.client, more)
     until_whole(rotten.client, more)
@@ -186,7 +200,6 @@ def test_it_does_not_matter_whether_a_report_arrives(rotten: Rotten) -> None:
         return None
 
     rotten.peer.reply_rule = cut
-    rotten.load()
-    until(lambda: rotten.reports("unsent") == 1, "the connection ended over it")
+    rotten.load_until("unsent")
     rotten.load()
     assert rotten.client.lookup(rotten.keys).hit_blocks == len(rotten.keys)
