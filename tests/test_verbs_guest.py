@@ -23,6 +23,7 @@ FAST = (
 SUITE = (
     "test_client_asyncio.py",
     "test_client_back.py",
+    "test_client_epochs.py",
     "test_client_faults.py",
     "test_client_lookup.py",
     "test_client_misuse.py",
