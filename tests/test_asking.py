@@ -21,6 +21,7 @@ from kvstore.placement import Placement
 from kvstore.wire import Verb
 
 SEEDS = range(40)
+TRIES = 8  # of what a late answer disturbs
 
 
 def asked_of(indices: npt.NDArray[np.int32], nodes: npt.NDArray[np.int32]) -> dict[int, list[int]]:
@@ -141,9 +142,8 @@ def test_eight_epochs_cost_no_more_than_a_few_times_one(more: int) -> None:
     assert seconds(8) < 10 * max(seconds(1), 100e-6)
 
 
-@pytest.mark.parametrize("epochs", [1, 4])
-def test_a_lookup_asks_as_few_nodes_with_four_epochs_of_the_same_nodes_as_with_one(epochs: int) -> None:
-    """At discovery, in doubt (the first key's "no" is checked with two others), and about the reasons of its misses."""
+def asked_by_a_lookup(epochs: int) -> tuple[dict[Verb, int], int]:
+    """Messages of a lookup of 200 absent keys by a map of so many epochs of the same nodes, and keys in them."""
     with PeerCluster() as cluster:
         cluster_map = cluster.map
         for _ in range(1, epochs):
@@ -152,8 +152,18 @@ def test_a_lookup_asks_as_few_nodes_with_four_epochs_of_the_same_nodes_as_with_o
             assert client.lookup(chain(200, SMALL)).hit_blocks == 0
             assert client.accounts.flush(WAIT_SECONDS)
         asked = {verb: sum(peer.asked[verb] for peer in cluster.peers) for verb in (Verb.DISCOVER, Verb.WHY)}
-        assert asked == {Verb.DISCOVER: 3, Verb.WHY: 2}
-        assert sum(len(peer.discovered) for peer in cluster.peers) == 202
+        return asked, sum(len(peer.discovered) for peer in cluster.peers)
+
+
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_a_lookup_asks_as_few_nodes_with_four_epochs_of_the_same_nodes_as_with_one(epochs: int) -> None:
+    """At discovery, in doubt (the first key's "no" is checked with two others), and about the reasons of its misses."""
+    for _ in range(TRIES):
+        asked, keys_asked = asked_by_a_lookup(epochs)
+        assert asked[Verb.DISCOVER] >= 3
+        if asked[Verb.DISCOVER] == 3:  # else a peer was late, and others were asked in its place
+            break
+    assert (asked, keys_asked) == ({Verb.DISCOVER: 3, Verb.WHY: 2}, 202)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
