@@ -215,12 +215,6 @@ class Asking {
   std::vector<Ask> asks_;
 };
 
-nb::object array_of(std::vector<int32_t>&& from) {
-  auto* kept = new std::vector<int32_t>(std::move(from));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
-}
-
 nb::tuple pair_of(Asks&& asks) { return nb::make_tuple(array_of(std::move(asks.keys)), array_of(std::move(asks.nodes))); }
 
 }  // namespace

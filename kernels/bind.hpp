@@ -1,9 +1,11 @@
-// Helpers for the bind_* functions of the kernels that take numpy arrays: checked views, and faults as kvstore.errors.
+// Helpers for the bind_* functions of the kernels that take or give numpy arrays: checked views, and faults as kvstore.errors.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace kv {
 
@@ -27,6 +29,14 @@ bool rows_are_dense(const Array& rows) {
   nb::object type = nb::module_::import_("kvstore.errors").attr(error);
   PyErr_SetObject(type.ptr(), nb::object(type(code, what.c_str(), cause.c_str(), fix.c_str())).ptr());
   throw nb::python_error();
+}
+
+// A numpy array that owns these values.
+template <typename T>
+nb::object array_of(std::vector<T>&& from) {
+  auto* kept = new std::vector<T>(std::move(from));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
 }  // namespace kv

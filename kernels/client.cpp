@@ -37,13 +37,6 @@ std::array<uint8_t, N> bytes_of(const nb::bytes& from, const char* what) {
 }
 
 template <class T>
-nb::object array_of(std::vector<T>&& from) {
-  auto* kept = new std::vector<T>(std::move(from));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
-}
-
-template <class T>
 nb::object rows_of(std::vector<T>&& from) {   // as bytes: Python has a dtype for them
   auto* kept = new std::vector<T>(std::move(from));
   nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
