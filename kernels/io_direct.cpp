@@ -8,8 +8,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <system_error>
+#include <utility>
 
 namespace kv {
 
@@ -188,11 +190,11 @@ namespace {
 constexpr uint64_t GAP_BYTES = 64 << 10;     // read through rather than seek again: 64 KiB cost less than another request
 constexpr uint64_t RUN_BYTES = 1 << 20;      // items are merged up to this, but for a job's first: sending should begin early
 
-// One read: consecutive items of one extent.
+// One read: consecutive items of one segment, whose records lie close.
 struct Run {
   uint32_t first = 0, last = 0;              // items, inclusive
   uint64_t from = 0, to = 0;                 // file offsets, aligned
-  bool with_meta = false;
+  bool one_extent = true;
   bool fell_back = false;                    // read through the page cache
   std::shared_ptr<const Span> span;          // cached, or the read's
   std::shared_ptr<DiskRead> read;
@@ -200,7 +202,7 @@ struct Run {
 
 struct DirectJob final : JobExtra {
   std::deque<Run> runs;                      // planned and not yet sent, in item order
-  std::vector<bool> meta_planned;            // by extent
+  std::vector<bool> begun;                   // by extent: its first item is planned
   std::vector<uint32_t> from_disk;           // items that were read there
   uint32_t next_item = 0;                    // to plan
   uint64_t ahead_bytes = 0;                  // of `runs`
@@ -245,8 +247,8 @@ class Direct final : public ReadEngine {
   void opened(const std::shared_ptr<ReadJob>& job, uint32_t, uint32_t) override {
     if (!job->extra) {
       auto extra = std::make_unique<DirectJob>();
-      extra->meta_planned.resize(job->extents.size());
-      job->keep_open = service_.beside_page_cache;
+      extra->begun.resize(job->extents.size());
+      job->keep_open = true;   // a read of a shard whose head turns out to be bad may still be queued
       job->extra = std::move(extra);
     }
     plan_ahead(job);
@@ -275,6 +277,7 @@ class Direct final : public ReadEngine {
       if (run.read->state.compare_exchange_strong(pending, DiskRead::WANTED, std::memory_order_acq_rel) || pending == DiskRead::WANTED)
         return Fetch::WAIT;
       if (run.read->status != Status::OK) {
+        if (!run.one_extent) return split(job, extra, run), fetch(job, item, status, source);
         status = run.read->status;
         return Fetch::READY;
       }
@@ -282,7 +285,8 @@ class Direct final : public ReadEngine {
     const uint8_t* memory = run.span->buffer.data();
     const uint64_t record_at = e.ref.offset, from = run.span->from;
     if (e.meta.empty()) {
-      if (run.with_meta) accept_meta(*job, e, std::vector<uint8_t>(memory + (record_at - from), memory + (record_at - from) + meta_bytes_of(e.ref)));
+      if (from <= record_at && record_at + meta_bytes_of(e.ref) <= run.span->to)
+        accept_meta(*job, e, std::vector<uint8_t>(memory + (record_at - from), memory + (record_at - from) + meta_bytes_of(e.ref)));
       else load_meta(*job, e);   // far from the first piece asked for, or its read failed
     }
     status = e.status;
@@ -332,49 +336,74 @@ class Direct final : public ReadEngine {
       if (job->items[extra.next_item].extent >= job->opened) return;
       Run run;
       const uint32_t before = extra.next_item;
-      if (!gather(*job, extra, run)) continue;
+      if (!gather(*job, extra, uint32_t(job->items.size()), false, run)) continue;
       if (!start(job, run) && !extra.runs.empty()) {   // no memory now: later, when what is ahead has been sent
         extra.next_item = before;
-        if (run.with_meta) extra.meta_planned[job->items[run.first].extent] = false;
         return;
       }
+      for (uint32_t i = run.first; i <= run.last; i++) extra.begun[job->items[i].extent] = true;
       extra.ahead_bytes += run.to - run.from;
       extra.runs.push_back(std::move(run));
     }
   }
 
-  // The next item, and those behind it that lie close. False: it needs no read, for it cannot be answered.
-  bool gather(ReadJob& job, DirectJob& extra, Run& run) {
-    const uint32_t first = extra.next_item++;
-    const uint32_t extent = job.items[first].extent;
+  // File offsets of an item, and of its extent's head where that is read with it. False: it cannot be answered.
+  bool range(const ReadJob& job, const DirectJob& extra, uint32_t item, uint64_t& from, uint64_t& to) const {
+    const uint32_t extent = job.items[item].extent;
     const ExtentRead& e = job.extents[extent];
     uint64_t at = 0, bytes = 0;
-    if (e.status != Status::OK || locate(e, job.items[first].plane, at, bytes) != Status::OK) return false;
-    uint64_t from = at, to = at + bytes;
-    if (!extra.meta_planned[extent]) {
-      extra.meta_planned[extent] = true;
-      if (at - meta_bytes_of(e.ref) <= GAP_BYTES && !metas_.has(e)) {
-        run.with_meta = true;
-        from = 0;
-      }
-    }
-    run.first = run.last = first;
-    while (first && extra.next_item < job.items.size() && job.items[extra.next_item].extent == extent) {
-      if (locate(e, job.items[extra.next_item].plane, at, bytes) != Status::OK) break;
-      if (at < from || at > to + GAP_BYTES || std::max(to, at + bytes) - from > RUN_BYTES) break;
-      to = std::max(to, at + bytes);
-      run.last = extra.next_item++;
-    }
-    run.from = (e.ref.offset + from) / RECORD_ALIGN * RECORD_ALIGN;
-    run.to = align_up(e.ref.offset + to, RECORD_ALIGN);
+    if (e.status != Status::OK || locate(e, job.items[item].plane, at, bytes) != Status::OK) return false;
+    const bool first = !extra.begun[extent] && (!item || job.items[item - 1].extent != extent);
+    from = e.ref.offset + (first && at - meta_bytes_of(e.ref) <= GAP_BYTES && !metas_.has(e) ? 0 : at);
+    to = e.ref.offset + at + bytes;
     return true;
+  }
+
+  // The next item, and those behind it, before `end`, that lie close. False: it needs no read, for it cannot be answered.
+  bool gather(ReadJob& job, DirectJob& extra, uint32_t end, bool one_extent, Run& run) {
+    const uint32_t first = run.first = run.last = extra.next_item++;
+    const ExtentRead& e = job.extents[job.items[first].extent];
+    if (!range(job, extra, first, run.from, run.to)) return false;
+    one_extent |= !service_.beside_page_cache || cached(e, run.to);   // spans of the cache are of one record, whatever was asked for beside it
+    for (uint64_t from, to; first && extra.next_item < end; run.last = extra.next_item++) {
+      const uint32_t extent = job.items[extra.next_item].extent;
+      if (extent >= job.opened || !range(job, extra, extra.next_item, from, to)) break;
+      const ExtentRead& x = job.extents[extent];
+      const bool other = extent != job.items[first].extent;
+      if (other && (one_extent || x.ref.segment_id() != e.ref.segment_id() || cached(x, to))) break;
+      if (from < run.from || from > run.to + GAP_BYTES || std::max(run.to, to) - run.from > RUN_BYTES) break;
+      run.to = std::max(run.to, to);
+      run.one_extent &= !other;
+    }
+    run.fell_back = run.one_extent && cached(e, run.to);
+    run.from = run.from / RECORD_ALIGN * RECORD_ALIGN;
+    run.to = align_up(run.to, RECORD_ALIGN);
+    return true;
+  }
+
+  bool cached(const ExtentRead& e, uint64_t end) const { return service_.beside_page_cache && resident(e.ref.fd(), end - 1).value_or(true); }
+
+  // A read of several records failed, of which one may be bad: each by itself.
+  void split(const std::shared_ptr<ReadJob>& job, DirectJob& extra, const Run& failed) {
+    const auto at = std::find_if(extra.runs.begin(), extra.runs.end(), [&](const Run& run) { return &run == &failed; }) - extra.runs.begin();
+    const uint32_t end = failed.last + 1, next_item = std::exchange(extra.next_item, failed.first);
+    extra.ahead_bytes -= failed.to - failed.from;
+    std::vector<Run> parts;
+    while (extra.next_item < end)
+      if (Run run; gather(*job, extra, end, true, run)) {
+        start(job, run);
+        extra.ahead_bytes += run.to - run.from;
+        parts.push_back(std::move(run));
+      }
+    extra.next_item = next_item;
+    extra.runs.erase(extra.runs.begin() + at);
+    extra.runs.insert(extra.runs.begin() + at, std::make_move_iterator(parts.begin()), std::make_move_iterator(parts.end()));
   }
 
   // From the cache, from the disk, or (true as well, fell_back) through the page cache. False: no memory for it now.
   bool start(const std::shared_ptr<ReadJob>& job, Run& run) {
     ExtentRead& e = job->extents[job->items[run.first].extent];
-    if (service_.beside_page_cache && resident(e.ref.fd(), run.to - 1).value_or(true)) {
-      run.fell_back = true;
+    if (run.fell_back) {
       add(service_.shared.stats.reads_fell_back);
       return true;
     }

@@ -214,6 +214,68 @@ def test_planes_that_are_asked_for_one_after_the_other_count_as_read_once_by_aut
         until(lambda: read() == (0, 4), "what was read twice is served from the page cache")
 
 
+SHORT = [make_record(320 + i, blocks=17) for i in range(12)]  # records of 194 KB, one behind the other
+
+
+def read_whole(server: InProcess, records: list[record.Record], good: int, by_plane: bool = False) -> None:
+    """All planes of all records, as loads ask for them: the first `good` arrive, the others are refused one by one."""
+    bulk = server.bulk()
+    items = [(extent, plane) for extent in range(len(records)) for plane in range(4)]
+    if by_plane:
+        items.sort(key=lambda item: item[1])
+    bulk.send(wire.encode(Verb.READ, wire.encode_read([extent_of(r) for r in records], items)))
+    for extent, plane in items:
+        frame = bulk.receive()
+        assert (frame.status == Status.OK) == (extent < good), (extent, plane, frame.status)
+        if frame.status == Status.OK:
+            assert_item(frame.body, records[extent], plane)
+
+
+def test_records_that_lie_close_are_read_together_by_auto(tmp_path: Path) -> None:
+    with serving(tmp_path, io="auto") as server:
+        assert set(server.write(*SHORT)) == {Status.OK}
+        server.drop_pages()
+        read_whole(server, SHORT, len(SHORT))
+        assert 0 < server.stats["reads_direct"] <= 2 + 1 + len(SHORT) // 5  # five of them are one MiB
+        apart, before = SHORT[::2], server.stats["reads_direct"]
+        server.drop_pages()
+        read_whole(server, apart, len(apart))
+        assert server.stats["reads_direct"] - before >= len(apart)  # what lies between is not read in vain
+
+
+def test_a_record_in_the_page_cache_is_not_read_again_with_its_neighbours(tmp_path: Path) -> None:
+    with serving(tmp_path, io="auto") as server:
+        assert set(server.write(*SHORT)) == {Status.OK}
+        server.drop_pages()
+        (segment,) = tmp_path.rglob("*.seg")
+        with segment.open("rb") as file:
+            data = file.read()
+        at = data.index(record.build(SHORT[4])[:256])
+        server.drop_pages()
+        with segment.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            assert os.pread(file.fileno(), len(record.build(SHORT[4])), at)
+        before = server.stats["reads_direct_bytes"]
+        read_whole(server, SHORT, len(SHORT))
+        assert server.stats["reads_direct_bytes"] - before < 11.5 * len(record.build(SHORT[4]))
+        assert server.stats["reads_fell_back"] > 0
+
+
+@pytest.mark.parametrize("by_plane", [False, True])
+@pytest.mark.parametrize("blocks", [1, 17])
+@pytest.mark.parametrize("whole", [0, 3, 7, 11])
+def test_where_a_segment_ends_too_soon_what_lies_before_is_served(tmp_path: Path, whole: int, blocks: int, by_plane: bool) -> None:
+    """The shorter the records, the more of them a read has, and by plane it comes back to them."""
+    records = [make_record(340 + i, blocks=blocks) for i in range(12)]
+    with serving(tmp_path, io="auto") as server:
+        assert set(server.write(*records)) == {Status.OK}
+        server.drop_pages()
+        (segment,) = tmp_path.rglob("*.seg")
+        os.truncate(segment, segment.read_bytes().index(record.build(records[whole])[:256]) + 100)  # in the head of the next
+        server.drop_pages()
+        read_whole(server, records, whole, by_plane)
+
+
 def test_an_empty_read_is_answered_by_nothing_and_does_not_hold_up_the_next(server: InProcess) -> None:
     r = make_record(41)
     assert server.write(r) == [Status.OK]
