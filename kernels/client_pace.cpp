@@ -38,6 +38,7 @@ void LoadJob::settle(Stream& stream, uint32_t end) {
 void LoadJob::grant_more() {
   const uint32_t all = uint32_t(ends_.size()), extents = uint32_t(plan_.extents.size());
   uint32_t pairs = granted_.load();
+  const bool first = !pairs;   // compute waits for it longest: nothing beside it, for one more time to the nodes and back
   uint64_t granted = pairs ? ends_[pairs - 1] : 0, at = 0;
   while (pairs < all && settled_bytes_.load() >= at) {
     const uint64_t before = granted;
@@ -45,7 +46,7 @@ void LoadJob::grant_more() {
       pairs += extents;
       granted = ends_[pairs - 1];
     } while (pairs < all && granted - before < STEP_BYTES);
-    at = granted - std::min(granted, was_still_ ? std::max({WAITING_AHEAD_BYTES, granted / 3, granted * m_ / (k_ + m_)}) : AHEAD_BYTES);
+    at = granted - std::min(granted, was_still_ ? std::max({WAITING_AHEAD_BYTES, granted / 3, granted * m_ / (k_ + m_)}) : first ? 0 : AHEAD_BYTES);
   }
   grant(pairs);
   grant_at_ = pairs == all ? UINT64_MAX : at;

@@ -278,8 +278,12 @@ def lists_by_epoch(placements: Mapping[int, Placement], keys: NDArray[np.uint8])
 
 def nodes_of_writings(placements: Mapping[int, Placement], keys: NDArray[np.uint8], epochs: _U64) -> NDArray[np.int32]:
     """(n, k+m) ordinals: who holds which shard of each of `keys`, by the lists of the epoch it was written in; -1 where nobody does."""
-    known = [(epoch, placements[epoch]) for epoch in set(epochs.tolist()) if epoch in placements]  # else of a map not known here: lost
-    nodes: NDArray[np.int32] = np.full((len(keys), next(iter(placements.values())).shards_count), -1, np.int32)
+    written = set(epochs.tolist())
+    if len(written) == 1 and (only := placements.get(*written)):  # nearly always: spares a load's first byte 50 us
+        nodes: NDArray[np.int32] = only.table()[only.pg_of(keys)]
+        return nodes
+    known = [(epoch, placements[epoch]) for epoch in written if epoch in placements]  # else of a map not known here: lost
+    nodes = np.full((len(keys), next(iter(placements.values())).shards_count), -1, np.int32)
     for epoch, placement in known:
         mine = epochs == epoch
         nodes[mine] = placement.table()[placement.pg_of(keys[mine])]

@@ -323,7 +323,7 @@ class Client:
         rows = self._destination(destination, blocks)
         seconds = self.config.load_deadline_seconds if deadline_seconds is None else deadline_seconds
         span = self._tracing.begin("kvstore.load")
-        load = Load(self._reaches, self._planes, ticket, blocks, rows, hedge, by_plane, seconds)
+        load = Load(self._reaches, self._plane_table, ticket, blocks, rows, hedge, by_plane, seconds)
         load.span = span
         self._counters.load_began()
         return load

@@ -17,19 +17,21 @@ from kvstore.client.ticket import Ticket
 from kvstore.client.tracing import I64s
 from kvstore.client.values import LoadOutcome, LoadResult, PlaneReady
 from kvstore.errors import MisuseError
-from kvstore.layout import Plane
 from kvstore.placement import nodes_of_writings
 
 Hedge = Literal["lazy", "eager"]
 
 
 class Load:
-    """One load under way. `finish` (or `planes` to its end) gives the memory back; until then nothing else may use it."""
+    """One load under way. `finish` (or `planes` to its end) gives the memory back; until then nothing else may use it.
+
+    `planes` (n, 3): of each, offset in the block, bytes, bytes of a shard.
+    """
 
     def __init__(
         self,
         reaches: Reaches,
-        planes: tuple[Plane, ...],
+        planes: U32,
         ticket: Ticket,
         blocks: range,
         rows: U8,
@@ -61,7 +63,7 @@ class Load:
             spans,
             nodes_of_writings(reach.placements, extent_keys, extents["write_epoch"]),
             np.ascontiguousarray(extents["absent"]),
-            np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in planes], np.uint32),
+            planes,
             np.ascontiguousarray(ticket.keys[blocks.start : blocks.stop]),
             rows,
             hedge == "eager",
