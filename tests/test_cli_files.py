@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,8 +176,30 @@ def test_a_get_that_is_ended_leaves_nothing_half_written(cli: Cli, cluster: Loca
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-    assert process.returncode == 130 and told.startswith("error[E701] interrupted")
+    assert process.returncode == 130, told
+    assert told.startswith("error[E701] interrupted")
     assert list(tmp_path.glob("out*")) == []
+
+
+IMPORTER = """
+import signal, sys, threading
+from kvstore.cli.signals import interrupt
+signal.signal(signal.SIGTERM, interrupt)
+sys.path.insert(0, sys.argv[1])
+try:
+    import half
+    threading.Event().wait(30)
+except KeyboardInterrupt:
+    threading.Event().wait(0.1)  # nothing more comes
+    print(half.whole)
+"""
+
+
+def test_a_signal_that_comes_in_the_middle_of_an_import_waits_for_its_end(tmp_path: Path) -> None:
+    twice = "signal.raise_signal(signal.SIGTERM)\n" * 2
+    (tmp_path / "half.py").write_text(f"import signal\n{twice}import fractions, decimal\nwhole = True\n")
+    ended = subprocess.run([sys.executable, "-c", IMPORTER, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", "")
 
 
 def test_wrong_input_is_one_line(cli: Cli, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, Final, NoReturn
 
 from kvstore.cli.output import Output
+from kvstore.cli.signals import interrupt
 from kvstore.config import load_settings, xdg
 from kvstore.errors import KvstoreError, UsageError
 from kvstore.streams import open_standard_streams
@@ -107,6 +108,8 @@ class CommandParser(argparse.ArgumentParser):
 def entry() -> None:
     """The console script."""
     open_standard_streams()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else whoever started us wants it ignored
+        signal.signal(signal.SIGINT, interrupt)
     sys.exit(main(sys.argv[1:]))
 
 
