@@ -518,6 +518,8 @@ def hello_body() -> bytes:
 def test_random_and_broken_messages_cost_their_sender_its_connection_only(site: Site, seed: int) -> None:
     """Not covered: DRAIN, which ends the agent; descriptors beside the bytes; a worker's memory changed while it is read."""
     dice = random.Random(seed)
+    with WorkerAgent(site.path, layout=V41) as first:  # what it connects and starts for the first of all workers it keeps
+        assert first.lookup(prompt(1001)).hit_blocks == BLOCKS
     before = at_rest(site.agent.resources)
     with WorkerAgent(site.path, layout=V41) as good:
         for _ in range(12):
