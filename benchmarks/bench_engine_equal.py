@@ -45,7 +45,7 @@ PASSED = re.compile(r"(\d+) (passed|failed|error)")
 def resume_equal(bench: Bench) -> dict[str, Figure]:
     """Seven minutes of processor time at full size: two processes share it, and say how far they are."""
     if bench.scale.name == "smoke":
-        found = equal_parts.run(equal_parts.Share(bench.directory))
+        found = equal_parts.run(equal_parts.Share(bench.directory, of=3))
     else:
         found = in_processes(bench.directory)
     return {name: Figure(tally.share, equal_to(1), tally.note) for name, tally in found.items()}
@@ -78,7 +78,7 @@ def hit_rule(bench: Bench) -> dict[str, Figure]:
     """Everything stored: cached tokens a request reports; the window entry gone and replay bounded: one block less."""
     model, tally = model_of(DRAFTING), Tally()
     config = model.config
-    lengths = range(1, 180, 60 if bench.scale.name == "smoke" else 3)
+    lengths = range(1, 180, 120 if bench.scale.name == "smoke" else 3)
     with one_thread(), cluster_beside(bench.directory / "hits", model) as (_, host):
         whole = text(192, 77)
         for length in lengths:

@@ -70,9 +70,10 @@ def p99_while_evicting(bench: Bench) -> dict[str, Figure]:
     The writer stores without pause. It stands for another host, but shares two processors with reader and daemons: so it runs at low
     priority, as the daemons' own writing threads do. The note tells what was written meanwhile.
     """
-    rounds = bench.scale.rounds if bench.scale.name != "smoke" else 1
+    smoke = bench.scale.name == "smoke"
+    rounds = bench.scale.rounds if not smoke else 1
     per_round = max(10, bench.scale.samples // rounds)
-    full_bytes = 2 * node_capacity_bytes(bench) if bench.scale.name != "smoke" else 64 << 20  # less, and a slow reader's prompt would go
+    full_bytes = 2 * node_capacity_bytes(bench) if not smoke else 40 << 20  # less, and a slow reader's prompt would go
     with ExitStack() as stack:
         evicting = Read(rig(bench, stack, "evicting", capacity_bytes=full_bytes))
         roomy = Read(rig(bench, stack, "roomy", capacity_bytes=8 << 30))
@@ -84,7 +85,7 @@ def p99_while_evicting(bench: Bench) -> dict[str, Figure]:
             times["idle"] += evicting.seconds(per_round)
             for name, read in (("evicting", evicting), ("writing", roomy)):
                 with Pressure(read.rig.cluster, blocks=PROMPT_BLOCKS, first_seed=(number + 1) * 1_000_000) as writing:
-                    writing.wait_for_more(100)
+                    writing.wait_for_more(100 if not smoke else 5)
                     before = writing.newest()
                     times[name] += read.seconds(per_round)
                     if name == "evicting":

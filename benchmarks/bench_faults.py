@@ -34,7 +34,7 @@ def look_up_all(rig: Rig, chains: list[np.ndarray], count: int, rng: random.Rand
 def lookup_false_short(bench: Bench) -> dict[str, Figure]:
     rng = random.Random(5)
     figures = {}
-    per_state = max(100, bench.scale.samples * 10 // 3 + 1)
+    per_state = max(20, bench.scale.samples * 10 // 3 + 1)
     rounds = 10 if bench.scale.name != "smoke" else 2
     with ExitStack() as stack:
         made = rig(bench, stack, "false-short", config=ClientConfig(promise_reuse_seconds=0))

@@ -86,7 +86,7 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale("smoke", 3, chain_blocks=80, index_extents=2_000, samples=30, kills=1, writer_rounds=5, trace_requests=200),
+    "smoke": Scale("smoke", 2, chain_blocks=80, index_extents=500, samples=10, kills=1, writer_rounds=2, trace_requests=60),
     "ci": Scale("ci", 15, chain_blocks=600, index_extents=1_000_000, samples=1_000, kills=100, writer_rounds=1_000, trace_requests=0),
     "full": Scale(
         "full", 31, chain_blocks=600, index_extents=1_000_000, samples=3_000, kills=1_000, writer_rounds=10_000, trace_requests=0

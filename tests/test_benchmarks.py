@@ -40,6 +40,7 @@ IDS_OF_THE_TABLE = {
     *("overlap_hidden_share", "overlap_engine_ttft"),
     *("heldout_bpb", "window_hit_rate_trace", "directory_ops_per_core", "directory_ram_gb"),
 }
+LONG = {"scan_resistance_points"}  # five clusters; what classes keep is claimed in tests/test_gc.py and tests/test_owners.py
 MEASUREMENTS: dict[Measure, list[str]] = {}
 for _id, _measure in REGISTRY.items():
     MEASUREMENTS.setdefault(_measure, []).append(_id)
@@ -50,7 +51,9 @@ def test_all_figures_of_the_table_are_measured() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("measure", MEASUREMENTS, ids=[measure.__name__ for measure in MEASUREMENTS])
+@pytest.mark.parametrize(
+    "measure", [pytest.param(each, id=each.__name__, marks=[pytest.mark.long] if each.__name__ in LONG else []) for each in MEASUREMENTS]
+)
 def test_measurement_runs_at_smoke_size_and_gives_its_ids(measure: Measure, tmp_path: Path) -> None:
     bench = Bench(SCALES["smoke"], tmp_path)
     try:

@@ -236,9 +236,7 @@ def test_bench_lists_its_figures_and_refuses_what_is_none(cli: Cli) -> None:
     figures = cli.run("bench", "--list", "--json").json["data"]["figures"]
     assert set(figures[0]) == {"id", "measured_by"} and len(figures) > 20
     name = figures[3]["id"]
-    assert len(cli.run("bench", "--list").stdout.splitlines()) == len(figures) + 1
-    assert [each["id"] for each in cli.run("bench", "--list", "--only", f"{name}.part", "--json").json["data"]["figures"]] == [name]
-    cli.run("bench", "--only", "nope").refused(2, 'E140] --only "nope" is no figure', "known here: ")
+    assert cli.run("bench", "--list", "--only", f"{name}.part").stdout.splitlines()[1].split()[0] == name
     cli.run("bench", "--only", name[:-1], "--smoke").refused(2, f'did you mean "{name}"?')
     assert cli.run("bench", "--only", "nope", "--json").json["error"]["code"] == "E140"
 

@@ -83,8 +83,8 @@ def ways(config: ModelConfig, length: int, blocks: int, entries: dict[int, bytes
 # --- equal bit for bit ---
 
 
-@pytest.mark.parametrize("length", range(1, 101))
-def test_prompts_of_every_length_resume_to_the_cold_runs_bits(length: int) -> None:
+@pytest.mark.parametrize("length", [*range(1, 40), *range(40, 101, 3)])  # all up to 385: the row resume_bit_equal
+def test_prompts_of_many_lengths_resume_to_the_cold_runs_bits(length: int) -> None:
     blocks, entries = stored(model(), 112)
     for plan in ways(TINY, length, len(blocks), entries):
         assert plan.blocks_end_tokens == max(0, (length - 22) // 16 * 16)

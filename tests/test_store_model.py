@@ -138,7 +138,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
 TestStoreAgainstModel = StoreAgainstModel.TestCase
 TestStoreAgainstModel.settings = settings(
-    max_examples=2000 if FULL else 100, stateful_step_count=100, deadline=None, print_blob=True
+    max_examples=2000 if FULL else 60, stateful_step_count=100, deadline=None, print_blob=True
 )  # 10^4 operations in CI
 TestStoreAgainstModel = pytest.mark.timeout(400)(
     TestStoreAgainstModel
