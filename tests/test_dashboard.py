@@ -23,6 +23,7 @@ import pytest
 from browser import CONTRAST, Tab, browser
 from cli_tool import Cli
 from client_tools import SMALL, chain, load, store
+from server_tools import until
 
 from kvstore import http as kvstore_http
 from kvstore.client import Client, ClientConfig
@@ -239,7 +240,13 @@ def test_answers_are_json_with_the_envelope_of_all_commands(url: str) -> None:
     assert status == 200 and headers["Content-Type"] == "application/json" and headers["Cache-Control"] == "no-store"
     assert set(answer) == {"schema", "time", "version", "cluster", "epoch", "ok", "health", "data", "error"}
     assert answer["schema"] == "kvstore.dashboard/1" and answer["cluster"] == "dev" and answer["data"]["age_seconds"] < 30
-    whole = json.loads(get(url, "/api/history")[2])
+
+    def history() -> dict[str, list[float]]:
+        columns: dict[str, list[float]] = json.loads(get(url, "/api/history")[2])
+        return columns
+
+    until(lambda: len(history()["unix_seconds"]) >= 2, "the nodes were asked twice")
+    whole = history()
     assert len({len(column) for column in whole.values()}) == 1
     later = json.loads(get(url, f"/api/history?since={whole['unix_seconds'][-2]}")[2])
     assert 1 <= len(later["unix_seconds"]) < len(whole["unix_seconds"]) + 1 and later["unix_seconds"][0] == whole["unix_seconds"][-1]
