@@ -364,7 +364,8 @@ class Direct final : public ReadEngine {
     const uint32_t first = run.first = run.last = extra.next_item++;
     const ExtentRead& e = job.extents[job.items[first].extent];
     if (!range(job, extra, first, run.from, run.to)) return false;
-    one_extent |= !service_.beside_page_cache || cached(e, run.to);   // spans of the cache are of one record, whatever was asked for beside it
+    const bool here = cached(e, run.to);
+    one_extent |= !service_.beside_page_cache || here;   // spans of the cache are of one record, whatever was asked for beside it
     for (uint64_t from, to; first && extra.next_item < end; run.last = extra.next_item++) {
       const uint32_t extent = job.items[extra.next_item].extent;
       if (extent >= job.opened || !range(job, extra, extra.next_item, from, to)) break;
@@ -375,7 +376,7 @@ class Direct final : public ReadEngine {
       run.to = std::max(run.to, to);
       run.one_extent &= !other;
     }
-    run.fell_back = run.one_extent && cached(e, run.to);
+    run.fell_back = run.one_extent && (run.last == first ? here : cached(e, run.to));
     run.from = run.from / RECORD_ALIGN * RECORD_ALIGN;
     run.to = align_up(run.to, RECORD_ALIGN);
     return true;
