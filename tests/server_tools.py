@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore import record, wire
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.kernels import _native
+from kvstore.server.nursery import Forked, nursery
 
 if TYPE_CHECKING:
     from kvstore.server.proto import node_pb2
@@ -190,7 +191,7 @@ class Ended:
 
 
 class Daemon(Client):
-    """`python -m kvstore.server` in its own process; starts in the constructor, which returns when it serves."""
+    """A daemon in a process of its own; starts in the constructor, which returns when it serves."""
 
     def __init__(
         self, directory: Path, *arguments: str, id: str = "node-00", map_path: Path | None = None, tag: bytes = TAG, nofile: int = 0
@@ -290,23 +291,29 @@ def daemon(directory: Path, *arguments: str, **options: Any) -> Iterator[Daemon]
 Lines = queue.Queue[tuple[str, str]]
 
 
-def spawn(directory: Path, *arguments: str, nofile: int = 0) -> tuple[subprocess.Popen[str], Lines]:
+def spawn(directory: Path, *arguments: str, nofile: int = 0) -> tuple[Forked | subprocess.Popen[bytes], Lines]:
     """Starts a daemon; its output lines arrive in the queue as ("stdout" | "stderr", line), and ("end", "") at each stream's end."""
-    command = [sys.executable, "-m", "kvstore.server", "--data", str(directory), "--capacity", "1GB", *arguments]
+    full = ["--data", str(directory), "--capacity", "1GB", *arguments]
+    pipes = [os.pipe(), os.pipe()]
+    (_, stdout), (_, stderr) = pipes
+    process: Forked | subprocess.Popen[bytes]
     if nofile:
-        command = ["prlimit", f"--nofile={nofile}:{nofile}", *command]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        command = ["prlimit", f"--nofile={nofile}:{nofile}", sys.executable, "-m", "kvstore.server", *full]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environ)
+    else:
+        process = nursery().start(full, stdout, stderr)
     lines: Lines = queue.Queue()
 
-    def read(name: str, stream: Any) -> None:
-        with stream:
+    def read(name: str, descriptor: int) -> None:
+        with os.fdopen(descriptor) as stream:
             for line in stream:
                 lines.put((name, line.rstrip("\n")))
         lines.put(("end", ""))
 
-    for name in ("stdout", "stderr"):
-        threading.Thread(target=read, args=(name, getattr(process, name)), daemon=True).start()
+    for name, (descriptor, written) in zip(("stdout", "stderr"), pipes, strict=True):
+        os.close(written)
+        threading.Thread(target=read, args=(name, descriptor), daemon=True).start()
     return process, lines
 
 

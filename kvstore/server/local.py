@@ -6,7 +6,7 @@
     DIRECTORY/directory-00.log, .pid   the same of a window directory, where there is one
     DIRECTORY/lock                held while a LocalCluster runs here, with its pid inside
 
-Daemons end in order when the process that started them is killed (kvstore.server.child). Not safe for use by several threads at once.
+Daemons end in order when the process that started them is killed (kvstore.server.nursery). Not safe for use by several threads at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import IO, Any, Final, Self
 
 from kvstore.clustermap import DEFAULT_CLASSES, NO_RULES, ClusterMap, Node, RetentionClass, Rules
 from kvstore.errors import ConfigError, DirectoryInUse, Unreachable
-from kvstore.version import module_command
+from kvstore.server.nursery import Forked, nursery
 
 HOST: Final = "127.0.0.1"
 PORTS_PER_NODE: Final = (
@@ -83,7 +83,7 @@ class LocalCluster:
         self.directory_arguments = tuple(directory_arguments)
         self.ready: list[dict[str, Any]] = [{} for _ in range(nodes + directories)]
         self._shape = (cluster_id, k, m, bucket_seconds, tuple(classes), rules)
-        self._processes: list[subprocess.Popen[bytes] | None] = [None] * (nodes + directories)
+        self._processes: list[Forked | None] = [None] * (nodes + directories)
         self._lock: IO[str] | None = None
         self._kept_ports: list[socket.socket] = []
         self._fresh = fresh
@@ -292,19 +292,23 @@ class LocalCluster:
     def _spawn(self, node: int) -> Future[dict[str, Any]]:
         if node < self.nodes_count:
             self.node_directory(node).mkdir(parents=True, exist_ok=True)
-        command = [*module_command("kvstore.server.child"), str(os.getpid()), *self._arguments(node)]
-        with self.log_path(node).open("ab") as log:
-            # Its own process group: Ctrl-C on the terminal reaches the parent alone, which then stops the daemons in order. Not its
-            # own session: the kernel shares out processors by session, and low priorities would count within each daemon alone.
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, process_group=0)
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self.log_path(node).open("ab"))
+            said, stdout = os.pipe()
+            stack.callback(os.close, stdout)
+            output = os.fdopen(said, "rb")
+            try:
+                process = nursery().start(self._arguments(node), stdout, log.fileno())
+            except OSError as error:
+                output.close()
+                raise Unreachable("E201", f"{self._name(node)} could not be started", str(error), "start again") from None
         self._processes[node] = process
         self.directory.joinpath(f"{self._name(node)}.pid").write_text(f"{process.pid}\n")
         ready: Future[dict[str, Any]] = Future()
-        assert process.stdout is not None
-        threading.Thread(target=_read_stdout, args=(process.stdout, ready), name=f"kvstore-stdout-{node}", daemon=True).start()
+        threading.Thread(target=_read_stdout, args=(output, ready), name=f"kvstore-stdout-{node}", daemon=True).start()
         return ready
 
-    def _reap(self, node: int, process: subprocess.Popen[bytes] | None, deadline: float) -> int | None:
+    def _reap(self, node: int, process: Forked | None, deadline: float) -> int | None:
         if process is None:
             return None
         try:
