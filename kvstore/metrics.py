@@ -236,6 +236,8 @@ CLIENT: Final = (
         "Extents whose store ended, by how.",
         {"result": ("whole", "degraded", "withdrawn", "declined")},
     ),
+    Metric("kvstore_save_compacted_bytes_total", "counter", "Block bytes of short extents that were stored again as one."),
+    Metric("kvstore_compacted_extents_total", "counter", "Short extents that were stored again as one."),
     Metric(
         "kvstore_save_dropped_bytes_total",
         "counter",

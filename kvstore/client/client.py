@@ -22,6 +22,7 @@ from kvstore.client.accounts import Account, Accounts
 from kvstore.client.admission import Admission, Candidate
 from kvstore.client.buffers import as_rows
 from kvstore.client.clock import Clock
+from kvstore.client.compaction import Compaction
 from kvstore.client.config import ClientConfig
 from kvstore.client.counters import Counters
 from kvstore.client.load import Hedge, Load, checked_blocks
@@ -98,7 +99,10 @@ class Client:
         ) if config.access_log else None  # fmt: skip
         self._accounts = Accounts(self._reaches, owner, cluster_map.bucket_seconds, self._counters, self.access_log)
         self._suspects = Suspects(self._reaches, self._promises, self._counters)
-        self._finalizer = weakref.finalize(self, _close, self._reaches, self._stores, self._admission, self._suspects, os.getpid())
+        rate = config.compact_bytes_per_second
+        self._compaction = Compaction(self, rate) if rate else None
+        parts = (self._reaches, self._stores, self._admission, self._suspects, self._compaction)
+        self._finalizer = weakref.finalize(self, _close, *parts, os.getpid())
 
     @property
     def map(self) -> ClusterMap:
@@ -328,6 +332,11 @@ class Client:
         self._counters.load_began()
         return load
 
+    def uncounted_load(self, ticket: Ticket, rows: U8, blocks: range) -> Load:
+        """A load of this client's own, for nobody who waits; `finish()` must be called. Raises MisuseError, Closed."""
+        self.check_load(ticket, "lazy")
+        return Load(self._reaches, self._plane_table, ticket, blocks, rows, "lazy", False, self.config.load_deadline_seconds)
+
     @property
     def placements(self) -> Mapping[int, Placement]:
         """Who holds what, by the epoch it was written in."""
@@ -380,6 +389,8 @@ class Client:
         if short:
             for extent in ticket.extents:
                 self._promises.forget(extent["extent_key"].tobytes(), int(extent["write_id"]))
+        elif self._compaction is not None and result.outcome is LoadOutcome.COMPLETE:
+            self._compaction.look(ticket)
         return result
 
     # --- store ---
@@ -451,6 +462,8 @@ class Client:
     def close(self) -> None:
         """Waits a while for stores on their way, ends loads, closes connections. A second call does nothing."""
         if self._finalizer.alive:
+            if self._compaction is not None:
+                self._compaction.end()
             self._stores.flush(self.config.close_seconds)
             self._admission.end()
             self._suspects.close(min(self.config.close_seconds, SUSPECTS_CLOSE_SECONDS))
@@ -517,9 +530,13 @@ def _connect(config: ClientConfig, planes: tuple[Plane, ...], cluster_map: Clust
     )  # fmt: skip
 
 
-def _close(reaches: Reaches, open_stores: Stores, admission: Admission, suspects: Suspects, pid: int) -> None:
+def _close(
+    reaches: Reaches, open_stores: Stores, admission: Admission, suspects: Suspects, compaction: Compaction | None, pid: int
+) -> None:
     if os.getpid() != pid:
         return  # a forked child has none of the threads
+    if compaction is not None:
+        compaction.end()
     admission.end()
     suspects.end()
     reaches.close()

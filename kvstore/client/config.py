@@ -31,6 +31,7 @@ class ClientConfig:
     close_seconds: float = 10.0  # how long close() waits for stores on their way
     queue_bytes_max: int = 1 << 30  # blocks handed to store() and not yet sent; past it the oldest extents are dropped
     ask_first: bool = True  # where the cluster map has rules for what is written; off: writes without asking the nodes
+    compact_bytes_per_second: float = 0.0  # block bytes; 0: never. Runs of short extents that are loaded are stored again as one
     bulk_connections_max: int = 2048
     # Of reads: "auto" RDMA where both ends can, else TCP; "rdma" never TCP (docs/RDMA.md). Default: KVSTORE_TRANSPORT, else auto.
     transport: str = field(default_factory=lambda: os.environ.get("KVSTORE_TRANSPORT") or "auto")
@@ -79,6 +80,7 @@ class ClientConfig:
         self._need("rdma_pool_bytes", self.rdma_zone_bytes <= self.rdma_pool_bytes <= 1 << 40, "at least one zone, at most 1 TiB")
         self._need("close_seconds", 0 <= self.close_seconds <= 3600, "0 to 3600")
         self._need("queue_bytes_max", self.queue_bytes_max >= 1 << 20, "at least 1 MiB")
+        self._need("compact_bytes_per_second", 0 <= self.compact_bytes_per_second <= 1e12, "0 to 1e12")
         self._need("bulk_connections_max", self.bulk_connections_max >= 1, "at least 1")
         self._need("promise_seconds", 1 <= self.promise_seconds <= 600, "1 to 600")
         self._need("promise_reuse_seconds", 0 <= self.promise_reuse_seconds <= self.promise_seconds / 2, "0 to half of promise_seconds")

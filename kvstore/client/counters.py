@@ -24,6 +24,7 @@ class Counters:
         self.unexplained_lookups = 0
         self.short_hit_tokens = 0
         self.declined_extents = self.declined_bytes = self.unasked_bytes = 0
+        self.compacted_extents = self.compacted_bytes = 0
         self.bad_shard_reports: Counter[str] = Counter()  # taken, absent, busy, unsent
         self.loads = 0
         self.loading = 0
@@ -91,6 +92,12 @@ class Counters:
         with self._lock:
             self.unasked_bytes += block_bytes
 
+    def compacted(self, extents: int, block_bytes: int) -> None:
+        """So many short ones were stored again as one."""
+        with self._lock:
+            self.compacted_extents += extents
+            self.compacted_bytes += block_bytes
+
     def bad_shards_told(self, result: str, shards: int) -> None:
         """What their nodes said to it; "unsent": nothing, or they were not told."""
         with self._lock:
@@ -116,6 +123,8 @@ class Counters:
                 "extents_declined": self.declined_extents,
                 "bytes_declined": self.declined_bytes,
                 "bytes_unasked": self.unasked_bytes,
+                "extents_compacted": self.compacted_extents,
+                "bytes_compacted": self.compacted_bytes,
                 "stores": int(sum(self.store_seconds.counts)),
                 "store_seconds_sum": self.store_seconds.total,
             }

@@ -92,6 +92,8 @@ def read_client(client: Client, values: Values) -> None:
     values.set("kvstore_save_extents_total", stats["extents_degraded"], "degraded")
     values.set("kvstore_save_extents_total", stats["withdrawals"], "withdrawn")
     values.set("kvstore_save_extents_total", stats["extents_declined"], "declined")
+    values.set("kvstore_save_compacted_bytes_total", stats["bytes_compacted"])
+    values.set("kvstore_compacted_extents_total", stats["extents_compacted"])
     values.set("kvstore_save_dropped_bytes_total", stats["bytes_dropped"] + stats["bytes_unasked"], "full")
     values.set("kvstore_save_dropped_bytes_total", stats["bytes_declined"], "declined")
     values.set("kvstore_save_dropped_bytes_total", stats["bytes_failed"], "error")
