@@ -8,8 +8,9 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Protocol
+from typing import Final, Protocol
+
+END_SECONDS: Final = 1.0  # for what a signal began: reading a map
 
 
 class DaemonLog(Protocol):
@@ -45,33 +46,48 @@ def run_daemon(daemon: Daemon, reload: Callable[[], None] = lambda: None) -> int
 
     Gives the exit code. Call it from the main thread. Raises KvstoreError, with its one line, where it cannot start.
     """
-    signals = 0
-    # Handlers run between any two steps of the main thread, which may hold a lock that these need: they are done on another.
-    due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def on_stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
-        if signals > 1:
-            os._exit(128 + signum)  # what is on a node's disk is whole by construction; others keep nothing
-        due.put(daemon.request_stop)
-
-    def on_reload(signum: int, frame: FrameType | None) -> None:
-        due.put(reload)
-        due.put(daemon.log.reread_level)
+    # Python's handlers run on the main thread once it comes by, which one that waits for a lock, or is in native code, may never do. So
+    # nothing is done in them: the interpreter also writes each signal's number to a pipe, at once, and a thread reads there.
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    due: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def work() -> None:
-        while True:
-            due.get()()
+        while (each := due.get()) is not None:
+            each()
 
-    threading.Thread(target=work, name="kvstore-signals", daemon=True).start()
+    def hear() -> None:
+        stops = 0
+        while signums := os.read(told, 64):
+            for signum in signums:
+                if signum == signal.SIGHUP:
+                    due.put(reload)
+                    due.put(daemon.log.reread_level)
+                elif signum in (signal.SIGTERM, signal.SIGINT):
+                    stops += 1
+                    if stops > 1:
+                        os._exit(128 + signum)  # what is on a node's disk is whole by construction; others keep nothing
+                    due.put(daemon.request_stop)
+
+    threads = [threading.Thread(target=body, name="kvstore-signals", daemon=True) for body in (hear, work)]
+    for thread in threads:
+        thread.start()
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     # Before the start: a node that is stopped while it starts must not leave its directory as a crash would.
-    for signum, handler in ((signal.SIGTERM, on_stop), (signal.SIGINT, on_stop), (signal.SIGHUP, on_reload)):
-        signal.signal(signum, handler)
-    daemon.start()
-    if not daemon.stopping:
-        print(f"ready {json.dumps(daemon.facts())}", flush=True)
-    return daemon.serve_until_stopped()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)
+    try:
+        daemon.start()
+        if not daemon.stopping:
+            print(f"ready {json.dumps(daemon.facts())}", flush=True)
+        return daemon.serve_until_stopped()
+    finally:  # the threads hold the daemon
+        signal.set_wakeup_fd(-1)
+        os.close(tell)
+        due.put(None)
+        for thread in threads:
+            thread.join(END_SECONDS)
+        os.close(told)
 
 
 def address_text(host: str, port: int) -> str:

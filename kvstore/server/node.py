@@ -17,7 +17,6 @@ import resource
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore import tcp
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 MAP_POLL_SECONDS: Final = 1.0
 CONTROL_GRACE_SECONDS: Final = 0.5
 DESCRIPTORS_MIN: Final = 64
-SIGNAL_POLL_SECONDS: Final = 0.2
 RDMA_AMISS: Final = ("E147", "E148")  # locked memory, a device that refuses; that there is none is no fault
 
 
@@ -290,12 +288,7 @@ class Node:
                 if line := activity.line(self.server.stats(), self.store.stats()["used_bytes"], self.capacity_bytes, now - logged):
                     self.log.info(line)
                 logged = now
-        # On a thread of its own, so that this one, the main thread, hears a second signal.
-        with ThreadPoolExecutor(1, "kvstore-stop") as stopper:
-            stopped = stopper.submit(self._stop)
-            while not stopped.done():
-                wait([stopped], SIGNAL_POLL_SECONDS)
-            return stopped.result()
+        return self._stop()
 
     @property
     def stopping(self) -> bool:
