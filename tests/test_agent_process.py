@@ -24,7 +24,7 @@ from client_tools import SMALL, V41, Blocks, bytes_of, chain, cluster_of, until
 from leaks import at_rest, until_no_more
 from mover_tools import Given
 
-from kvstore.client import Client, LoadOutcome, StoreOutcome, Ticket
+from kvstore.client import Client, LoadOutcome, StoreOutcome
 from kvstore.client.agent.attachment import control
 from kvstore.client.agent.directory import DirectoryClient
 from kvstore.client.agent.handoff import HandoffOutcome
@@ -731,14 +731,12 @@ def test_drain_waits_for_what_runs_refuses_what_is_new_and_exits_0(site: Site, t
         assert np.array_equal(staged.rows, site.prompts[1001])
 
 
-def whole(ticket: Ticket) -> Ticket | None:
-    return ticket if ticket.hit_blocks == BLOCKS else None
-
-
 def test_sigterm_drains_within_its_bound_and_says_what_was_cut(site: Site, tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     with agent_of(site.cluster.map_path, path, *LIMITS, "--within", "300ms") as agent, WorkerAgent(path, layout=V41) as worker:
-        ticket = until(lambda: whole(worker.lookup(prompt(1001))), "no node to be late")
+        until(lambda: worker.lookup(prompt(1001)).hit_blocks == BLOCKS, "no node to be late")
+        ticket = worker.lookup(prompt(1001))
+        assert ticket.hit_blocks == BLOCKS
         with site.stopped():
             staged = worker.stage(ticket)
             began = time.monotonic()
