@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -56,17 +57,20 @@ def run_daemon(daemon: Daemon, reload: Callable[[], None] = lambda: None) -> int
         while (each := due.get()) is not None:
             each()
 
+    stops = itertools.count(1)
+
+    def count_stop(signum: int) -> None:
+        if next(stops) > 1:
+            os._exit(128 + signum)  # what is on a node's disk is whole by construction; others keep nothing
+
     def hear() -> None:
-        stops = 0
         while signums := os.read(told, 64):
             for signum in signums:
                 if signum == signal.SIGHUP:
                     due.put(reload)
                     due.put(daemon.log.reread_level)
                 elif signum in (signal.SIGTERM, signal.SIGINT):
-                    stops += 1
-                    if stops > 1:
-                        os._exit(128 + signum)  # what is on a node's disk is whole by construction; others keep nothing
+                    count_stop(signum)
                     due.put(daemon.request_stop)
 
     threads = [threading.Thread(target=body, name="kvstore-signals", daemon=True) for body in (hear, work)]
@@ -83,6 +87,8 @@ def run_daemon(daemon: Daemon, reload: Callable[[], None] = lambda: None) -> int
         return daemon.serve_until_stopped()
     finally:  # the threads hold the daemon
         signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda heard, _: count_stop(heard))
         os.close(tell)
         due.put(None)
         for thread in threads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from kvstore.keys import Keys
 from kvstore.server.local import LocalCluster
 
 WAIT_SECONDS = 20.0
-SHORT = SMALL.blocks_per_extent_max // RUN_EXTENTS_MIN
 PLENTY = ClientConfig(compact_bytes_per_second=1e9, promise_reuse_seconds=0)
 
 
@@ -92,7 +92,7 @@ def test_it_is_off_by_default_and_seven_are_no_run(cluster: LocalCluster) -> Non
         keys = turns(cluster, count, 1)
         with Client(cluster.map, layout=SMALL, config=config) as client:
             assert client.load(client.lookup(keys)).blocks == len(keys)
-            client._compaction and client._compaction._thread.submit(int).result(WAIT_SECONDS)  # what was handed to it is done
+            assert client._compaction is None or client._compaction.settle(WAIT_SECONDS)
             assert client.stats()["extents_compacted"] == 0
         assert extents_of(cluster, keys) == count
 
@@ -115,8 +115,7 @@ def test_the_same_run_is_stored_once_by_a_client_however_often_it_is_loaded(clus
         for _ in range(5):
             assert client.load(ticket).blocks == len(keys)
         until(lambda: client.stats()["extents_compacted"], "it was stored again")
-        assert client._compaction is not None
-        client._compaction._thread.submit(int).result(WAIT_SECONDS)
+        assert client._compaction is not None and client._compaction.settle(WAIT_SECONDS)
         assert client.stats()["extents_compacted"] == 10 and client.stats()["stores"] == 1
 
 
@@ -132,43 +131,80 @@ def test_a_client_that_closes_leaves_what_waits_and_ends_soon(cluster: LocalClus
         assert extents_of(cluster, keys) in (1, 8)
 
 
-def test_what_is_gone_when_it_is_read_again_is_not_stored(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_read_again_is_not_stored_and_tried_at_the_next_load(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = turns(cluster, 8, 1)
     with Client(cluster.map, layout=SMALL, config=PLENTY) as client:
-        ticket = client.lookup(keys)
         assert client._compaction is not None
-        held = client._compaction._thread.submit(time.sleep, 0)
-        held.result(WAIT_SECONDS)
-        monkeypatch.setattr(client.clock, "wall_time", lambda: time.time() + 3600)  # the ticket is over
-        client._compaction.look(ticket)
-        client._compaction._thread.submit(int).result(WAIT_SECONDS)
+        ticket = client.lookup(keys)
+        with monkeypatch.context() as patched:
+            patched.setattr(client.clock, "wall_time", lambda: time.time() + 3600)  # the ticket is over
+            client._compaction.look(ticket)
+            assert client._compaction.settle(WAIT_SECONDS)
         assert client.stats()["extents_compacted"] == 0 and client.stats()["stores"] == 0
-    assert extents_of(cluster, keys) == 8
+        assert client.load(client.lookup(keys)).blocks == 8
+        until(lambda: client.stats()["extents_compacted"] == 8, "it was stored again")
+    assert extents_of(cluster, keys) == 1
+
+
+def test_nothing_is_stored_again_from_a_ticket_of_another_owner_or_without_a_class(cluster: LocalCluster) -> None:
+    keys = chain(8, SMALL)
+    data = bytes_of(keys, SMALL)
+    tenant = b"another tenant  "
+    with (
+        Client(cluster.map, layout=SMALL, owner=tenant, config=PLENTY) as theirs,
+        Client(cluster.map, layout=SMALL, config=PLENTY) as ours,
+    ):
+        for turn in range(8):
+            assert theirs.store(keys[: turn + 1], data[turn : turn + 1], first_block=turn).result(WAIT_SECONDS).blocks == 1
+        assert ours.load(theirs.lookup(keys)).blocks == 8, "who has the ticket may read"
+        ticket = Ticket.from_bytes(theirs.lookup(keys).to_bytes(), theirs.config.ticket_key)
+        assert ticket.retention_class == "other" and theirs.load(ticket).blocks == 8
+        for client in (theirs, ours):
+            assert client._compaction is not None and client._compaction.settle(WAIT_SECONDS)
+            assert client.stats()["extents_compacted"] == 0
+        assert ours.lookup(keys).hit_blocks == 0 and len(theirs.lookup(keys).extents) == 8
+
+
+def test_a_run_behind_long_extents_names_them_and_the_chain_keeps_its_starts(cluster: LocalCluster) -> None:
+    largest = SMALL.blocks_per_extent_max
+    keys = chain(2 * largest + 8, SMALL)
+    with Client(cluster.map, layout=SMALL) as writer:
+        store(writer, keys, lengths=[2 * largest, *[1] * 8])
+    with Client(cluster.map, layout=SMALL, config=PLENTY) as client:
+        assert client.load(client.lookup(keys)).blocks == len(keys)
+        before = client._starts[keys[-1].tobytes()]
+        assert before[:3] == (0, largest, 2 * largest) and len(before) == 10
+        until(lambda: client.stats()["extents_compacted"] == 8, "it was stored again")
+        assert client._starts[keys[-1].tobytes()] == before
+    assert extents_of(cluster, keys) == 3
 
 
 class _Client:
     """What Compaction asks of a client before any run is read."""
 
     layout = SMALL
+    owner = bytes(16)
 
 
-def test_the_budget_is_kept_and_at_most_so_many_runs_wait() -> None:
-    extent = SMALL.blocks_per_extent_max * SMALL.block_bytes
+def test_the_budget_is_kept_and_at_most_so_many_runs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compaction, "_work", lambda self: None)  # what is taken stays queued
+    largest = SMALL.blocks_per_extent_max
     now = [0.0]
     owner: Any = _Client()
-    slow = Compaction(owner, 1.0, clock=lambda: now[0])
-    names = (bytes([n]) * 32 for n in itertools.count())
-    assert slow._take(next(names), extent) and not slow._take(next(names), 2), "a full extent at once, then nothing"
+    tickets = (replace(ticket_of([largest]), keys=np.full((largest, 32), number, np.uint8)) for number in itertools.count())
+    slow = Compaction(owner, float(SMALL.block_bytes), clock=lambda: now[0])
+    assert slow._take(next(tickets), range(largest)) and not slow._take(next(tickets), range(2)), "a full extent at once, then nothing"
     now[0] = 2.0
-    assert slow._take(next(names), 2) and not slow._take(next(names), 1)
+    assert slow._take(next(tickets), range(2)) and not slow._take(next(tickets), range(1))
     slow.end()
     now[0] = 1e9
-    assert not slow._take(next(names), 1), "it has ended"
+    assert not slow._take(next(tickets), range(1)), "it has ended"
 
     fast = Compaction(owner, 1e12, clock=lambda: now[0])
-    taken = [fast._take(next(names), 1) for _ in range(QUEUE_MAX + 3)]
+    taken = [fast._take(next(tickets), range(1)) for _ in range(QUEUE_MAX + 3)]
     assert taken == [True] * QUEUE_MAX + [False] * 3
-    fast.end()
 
 
 def test_an_impossible_budget_is_refused() -> None:

@@ -37,7 +37,13 @@ class Sleeper:
         (self.never if "deaf" in sys.argv else self.stop).wait()
         return 7
 
-sys.exit(run_daemon(Sleeper(), lambda: print("reload", flush=True)))
+code = run_daemon(Sleeper(), lambda: print("reload", flush=True))
+if "slow" in sys.argv:
+    print("over", flush=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])
+    while True:
+        signal.pause()
+sys.exit(code)
 """
 
 
@@ -74,3 +80,12 @@ def test_a_second_signal_ends_a_daemon_that_does_not_stop(second: signal.Signals
         assert process.stdout.readline() == "reload\n"
         process.send_signal(second)
         assert process.wait(WAIT_SECONDS) == 128 + second
+
+
+def test_a_second_signal_ends_a_daemon_whose_end_hangs() -> None:
+    with sleeper("slow") as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGTERM)
+        assert [process.stdout.readline(), process.stdout.readline()] == ["stop\n", "over\n"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_SECONDS) == 128 + signal.SIGTERM

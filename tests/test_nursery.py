@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
+import shlex
 import signal
+import socket
 import subprocess
-import time
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_tool import ROOT
+from server_tools import until
 
 from kvstore.errors import Unreachable
+from kvstore.server import nursery as module
 from kvstore.server.local import LocalCluster
 from kvstore.server.nursery import UNKNOWN, Forked, Nursery, nursery
 
@@ -157,16 +163,105 @@ def test_descriptors_stay_flat_over_many_starts(forks: Nursery, tmp_path: Path) 
         ours, theirs = (len(list(Path(f"/proc/{who}/fd").iterdir())) for who in ("self", forks._process.pid))
         return ours, theirs
 
-    counts = []
-    for _ in range(6):
-        refused, output, errors = start(forks, "--data", tmp_path, "--capacity", "nonsense")
-        assert refused.wait(WAIT_SECONDS) == 2
+    def refused() -> None:
+        ended, output, errors = start(forks, "--data", tmp_path, "--capacity", "nonsense")
+        assert ended.wait(WAIT_SECONDS) == 2
         text_of(output), text_of(errors)
-        counts.append(held())
-        deadline = time.monotonic() + WAIT_SECONDS
-        while counts[-1] != counts[0] and time.monotonic() < deadline:  # it tells first, and then lets go
-            counts[-1] = held()
-    assert len(set(counts)) == 1, counts
+
+    refused()
+    before = held()  # it may hold what it had for that one still: it tells first, and then lets go
+    for _ in range(5):
+        refused()
+    until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), "all to be closed")
+
+
+def test_a_start_that_is_broken_off_leaves_no_daemon_and_the_next_ones_are_right(
+    forks: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def children() -> list[str]:
+        return Path(f"/proc/{forks._process.pid}/task/{forks._process.pid}/children").read_text().split()
+
+    real = module._receive
+    with monkeypatch.context() as patched:
+
+        def interrupted(wire: socket.socket) -> object:
+            real(wire)
+            raise KeyboardInterrupt
+
+        patched.setattr(module, "_receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            start(forks, "--data", tmp_path, "--capacity", "64MB")
+    until(lambda: not children(), "the daemon that nobody knows to end")
+    for _ in range(2):
+        served, output, _errors = start(forks, "--data", tmp_path, "--capacity", "64MB")
+        assert until_ready(output)["pid"] == served.pid
+        served.send_signal(signal.SIGTERM)
+        assert served.wait(WAIT_SECONDS) == 0
+
+
+def test_a_daemon_that_nobody_has_any_more_ends_also_where_it_stands_still(forks: Nursery, tmp_path: Path) -> None:
+    served, output, errors = start(forks, "--data", tmp_path, "--capacity", "64MB")
+    until_ready(output)
+    served.send_signal(signal.SIGSTOP)
+    del served
+    assert "stopped in" in text_of(errors)
+
+
+def test_it_works_above_a_thousand_descriptors_and_from_a_folder_that_was_removed(
+    forks: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        served, output, _ = start(forks, "--data", tmp_path / "data", "--capacity", "64MB")
+        assert served.poll() is None
+        served.kill()
+        assert served.wait(WAIT_SECONDS) == -signal.SIGKILL
+        os.close(output)
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "before", ["trap '' CHLD;", "exec 2>&-;", "exec 1>&- 2>&- <&-;"], ids=["ignored SIGCHLD", "no stderr", "no streams"]
+)
+def test_a_cluster_starts_whatever_its_process_was_started_with(tmp_path: Path, before: str) -> None:
+    code = (
+        "import signal\nfrom kvstore.server.local import LocalCluster\n"
+        f"with LocalCluster({str(tmp_path / 'c')!r}, 2, capacity_bytes={CAPACITY}) as c:\n"
+        "    c.kill(0)\n    c.restart(0)\n    assert c.alive(0) and c.alive(1)\n"
+    )
+    command = f"{before} exec {shlex.join([sys.executable, '-c', code])}"
+    ran = subprocess.run(["sh", "-c", command], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    assert ran.returncode == 0
+    assert "serving on" in (tmp_path / "c" / "node-01.log").read_text()
+
+
+def test_daemons_end_with_their_process_though_a_child_of_it_lives_on(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\nfrom kvstore.server.local import LocalCluster\n"
+        f"c = LocalCluster({str(tmp_path / 'c')!r}, 1, capacity_bytes={CAPACITY}).start()\n"
+        "child = os.fork()\n"  # it holds copies of all sockets
+        "print(c.pid(0), child, flush=True) if child else None\nsignal.pause()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as parent:
+        assert parent.stdout is not None
+        served, child = map(int, parent.stdout.readline().split())
+        handle = os.pidfd_open(served)
+        parent.kill()
+        ended = select.select([handle], [], [], WAIT_SECONDS)[0]
+        os.kill(child, signal.SIGKILL)
+        os.close(handle)
+    assert ended
 
 
 def test_variables_that_only_a_start_reads_get_a_nursery_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

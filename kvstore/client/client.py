@@ -38,7 +38,7 @@ from kvstore.client.tracing import Tracing
 from kvstore.client.values import Accept, Fidelity, LoadOutcome, LoadResult, PlaneReady
 from kvstore.clustermap import ClusterMap
 from kvstore.errors import Closed, LayoutError, MisuseError
-from kvstore.extents import cut
+from kvstore.extents import ExtentSpan, cut
 from kvstore.kernels import _native
 from kvstore.keys import Keys, checked_keys
 from kvstore.layout import Layout, Plane
@@ -410,6 +410,21 @@ class Client:
         Past `queue_bytes_max` the oldest unsent extents are dropped. Raises LayoutError, KeyFormatError, MisuseError, Closed.
         """
         keys = checked_keys(keys)
+        earlier = self._starts.get(keys[first_block - 1].tobytes(), ()) if 0 < first_block <= len(keys) else ()
+        future, spans = self._store(keys, blocks, first_block, earlier, retention_class, fidelity)
+        if spans:
+            self._remember(keys, spans[-1].stop, [*earlier, *(span.start for span in spans)])
+        return future
+
+    def store_again(
+        self, keys: Keys, blocks: U8, *, first_block: int, earlier: tuple[int, ...], retention_class: str, fidelity: Fidelity
+    ) -> StoreFuture:
+        """As store, of blocks that are stored already: what the chain's next store names as earlier extents does not change."""
+        return self._store(keys, blocks, first_block, earlier, retention_class, fidelity)[0]
+
+    def _store(
+        self, keys: Keys, blocks: Any, first_block: int, earlier: tuple[int, ...], retention_class: str, fidelity: Fidelity
+    ) -> tuple[StoreFuture, list[ExtentSpan]]:
         class_id = self._class_id(retention_class)
         self._check_open()
         rows = as_rows(blocks, None, self.layout.block_bytes, writable=False)
@@ -417,10 +432,8 @@ class Client:
             what = f"blocks {first_block} to {first_block + len(rows)}"
             raise LayoutError("E524", what, f"the chain has {len(keys)} keys", "pass the whole chain from block 0")
         if not len(rows):  # all of the prompt hit
-            return stores.nothing_to_store()
+            return stores.nothing_to_store(), []
         spans = cut(first_block, len(rows), self.layout)
-        starts = [span.start for span in spans]
-        earlier = self._starts.get(keys[first_block - 1].tobytes(), ()) if first_block else ()
         fields = {
             "layout_tag": self._wanted.layout_tag,
             "bucket": int(self.clock.bucket_time() // self.map.bucket_seconds),
@@ -436,14 +449,13 @@ class Client:
         order = stores.Order(self.owner, own_keys, rows, spans, self._plane_table, earlier, fields, (blocks, rows), future)
         current = self._reaches.current
         if current.map.rules.asks_first and self.config.ask_first:
-            first_keys = keys[starts].copy()
+            first_keys = keys[[span.start for span in spans]].copy()
             nodes = current.newest.table()[current.newest.pg_of(first_keys)]
             self._admission.add(Candidate(first_keys, nodes, fields["bucket"], order))
         else:
             self._stores.add(order, len(spans))
         future.add_done_callback(lambda _: self._counters.stored(time.monotonic() - began))
-        self._remember(keys, spans[-1].stop, [*earlier, *starts])
-        return future
+        return future, spans
 
     def _remember(self, keys: Keys, end: int, starts: list[int]) -> None:
         """For the next store of this chain: what its records name as earlier extents."""
