@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +23,14 @@ import numpy as np
 
 from benchmarks.bench_directory import AGENTS, Asker, directory, mixed, operations_per_core, processor_seconds
 from benchmarks.bench_directory import fill as fill_directory
+from benchmarks.harness import interleaved
 from benchmarks.prompts import LAYOUT, Blocks, are_bytes_of, bytes_of, chain_keys, pretouched
 from benchmarks.rig import forget_pages
 from benchmarks.scale.derive import SHARD_BYTES
 from benchmarks.scale.parameters import SHARDS, K, M, Parameters
 from kvstore import wire
 from kvstore.client import Client, ClientConfig, StoreOutcome
+from kvstore.client.ticket import Ticket
 from kvstore.kernels import _native
 from kvstore.record import Record, build, head_bytes_of, padded_bytes
 from kvstore.server.local import LocalCluster
@@ -35,6 +39,7 @@ from kvstore.wire import Role, Verb
 OWNER: Final = bytes(16)
 BUCKET_SECONDS: Final = 60
 CONNECTIONS: Final = 16  # each with one message on its way: how many a daemon takes up at once is up to it
+AT_ONCE: Final = 8  # stores and loads: a daemon that is busy wakes up less often for each
 REST_SECONDS: Final = 0.25
 REST_SHARE_MAX: Final = 0.04  # of a core, all daemons together: what an idle daemon's own clocks take
 REST_TIMEOUT_SECONDS: Final = 15.0
@@ -48,15 +53,18 @@ class Size:
 
     index_extents: int
     rounds: int  # of CONNECTIONS messages each
-    extents: int  # stored and loaded
+    stored_blocks: int  # stored and loaded, in extents of the shape that is asked for
     segments: int  # of an index that is rebuilt
     segment_bytes: int
     directory_entries: int
     prompts: int  # whose messages are counted
+    passes: int  # of reading from the disk and from memory, in turn
+    idle_seconds: float  # for which daemons that nobody asks are looked at
+    later_seconds: float  # 1.2 or more: a daemon brings touches into its index, and syncs, each second
 
 
-DEFAULT: Final = Size(100_000, 150, 60, 2, 256 << 20, 200_000, 8)
-SMALL: Final = Size(2_000, 6, 3, 1, 4 << 20, 16_384, 2)
+DEFAULT: Final = Size(100_000, 150, 1_000, 2, 256 << 20, 200_000, 8, 3, 2.0, 1.2)
+SMALL: Final = Size(8_000, 40, 200, 1, 4 << 20, 16_384, 2, 1, 0.5, 0.1)
 
 
 @dataclass(frozen=True)
@@ -93,10 +101,10 @@ Say = Callable[[str], None]
 
 
 def measure(given: Parameters, size: Size, scratch: Path, say: Say) -> Costs:
-    """Takes some 30 s by DEFAULT and about 2 GB in `scratch`. Raises what the cluster raises: Unreachable, ConfigError, StorageError."""
+    """Takes some 40 s by DEFAULT and about 2 GB in `scratch`. Raises what the cluster raises: Unreachable, ConfigError, StorageError."""
     say("messages: one daemon with a full index")
     discover, promise, index_bytes, filter_bytes = message_costs(given, size, scratch / "messages")
-    say("reads and writes: 12 daemons, one extent at a time")
+    say("reads and writes: 12 daemons, an extent a message")
     io, written, cold, warm = byte_costs(given, size, scratch / "bytes")
     say("rebuilding an index from true-sized records")
     rebuilt_bytes, rebuild_seconds = rebuilding(given, size, scratch / "rebuild")
@@ -131,7 +139,7 @@ def message_costs(given: Parameters, size: Size, folder: Path) -> tuple[Message,
         host, _, port = address.rpartition(":")
         hello = wire.Hello(Role.SMALL, cluster.map.tag, cluster.map.epoch)
         open_ones = [stack.enter_context(wire.Connection((host, int(port)), hello, 60.0)) for _ in range(CONNECTIONS)]
-        _rest([pid])
+        meter = _Meter([pid], size)
         # Of a prompt's keys those that begin an extent are there; of a hit's they are, and nothing else is asked for.
         there = given.extent_blocks**-1
 
@@ -146,20 +154,20 @@ def message_costs(given: Parameters, size: Size, folder: Path) -> tuple[Message,
             names = [(keys[at].tobytes(), int(ids[at])) for at in (next(untouched) for _ in range(count))]
             return wire.encode(Verb.PROMISE, wire.encode_promise(names, epoch=cluster.map.epoch, bucket=bucket))
 
-        return _line(open_ones, pid, size, discovery), _line(open_ones, pid, size, promise), index_bytes, filter_bytes
+        return _line(open_ones, meter, size, discovery), _line(open_ones, meter, size, promise), index_bytes, filter_bytes
 
 
 MANY_KEYS: Final = 32
 
 
-def _line(open_ones: Sequence[wire.Connection], pid: int, size: Size, make: Callable[[int], bytes]) -> Message:
+def _line(open_ones: Sequence[wire.Connection], meter: _Meter, size: Size, make: Callable[[int], bytes]) -> Message:
     """The line through the costs of messages of one key and of MANY_KEYS."""
-    one, many = (_message_us(open_ones, pid, rounds, make, n) for rounds, n in ((size.rounds, 1), (max(2, size.rounds // 6), MANY_KEYS)))
+    one, many = (_message_us(open_ones, meter, rounds, make, n) for rounds, n in ((size.rounds, 1), (max(2, size.rounds // 6), MANY_KEYS)))
     key = max(0.0, (many - one) / (MANY_KEYS - 1))
     return Message(max(0.0, one - key), key)
 
 
-def _message_us(open_ones: Sequence[wire.Connection], pid: int, rounds: int, make: Callable[[int], bytes], keys: int) -> float:
+def _message_us(open_ones: Sequence[wire.Connection], meter: _Meter, rounds: int, make: Callable[[int], bytes], keys: int) -> float:
     frames = [[make(keys) for _ in open_ones] for _ in range(rounds + 1)]
 
     def turn(row: Sequence[bytes]) -> None:
@@ -170,7 +178,7 @@ def _message_us(open_ones: Sequence[wire.Connection], pid: int, rounds: int, mak
                 raise RuntimeError(f"answered with {answer.status}")
 
     turn(frames[0])
-    with _spent([pid]) as spent:
+    with meter.spent() as spent:
         for row in frames[1:]:
             turn(row)
     return spent[0] / (rounds * len(open_ones)) * 1e6
@@ -200,35 +208,36 @@ def _fill_index(folder: Path, keys: Blocks, ids: np.ndarray, blocks: int) -> tup
 def byte_costs(given: Parameters, size: Size, folder: Path) -> tuple[str, float, float, float]:
     """Engine; microseconds of all daemons together per MB that they took in, sent from the disk, sent from memory."""
     blocks = round(given.extent_blocks)
-    stored_mb = size.extents * blocks * SHARD_BYTES * SHARDS / 1e6
-    read_mb = size.extents * blocks * SHARD_BYTES * K / 1e6
+    extents = max(1, size.stored_blocks // blocks)
+    stored_mb = extents * blocks * SHARD_BYTES * SHARDS / 1e6
+    read_mb = (extents + AT_ONCE) * blocks * SHARD_BYTES * K / 1e6
     config = ClientConfig(ticket_seconds=60)
     with (
         LocalCluster(folder, SHARDS, k=K, m=M, capacity_bytes=4 << 30) as cluster,
         Client(cluster.map, layout=LAYOUT, config=config) as client,
+        ThreadPoolExecutor(AT_ONCE) as pool,
     ):
-        pids = [pid for node in range(SHARDS) if (pid := cluster.pid(node)) is not None]
-        chains = [chain_keys(seed, blocks) for seed in range(1, size.extents + 2)]
-        _store(client, chains[0])  # opens the connections
-        made = [(keys, bytes_of(keys)) for keys in chains[1:]]
-        _rest(pids)
-        with _spent(pids) as writing:
-            for keys, rows in made:
-                _store(client, keys, rows)
+        meter = _Meter([pid for node in range(SHARDS) if (pid := cluster.pid(node)) is not None], size)
+        chains = [chain_keys(seed, blocks) for seed in range(1, extents + AT_ONCE + 1)]
+        list(pool.map(lambda keys: _store(client, keys), chains[:AT_ONCE]))  # opens the connections
+        made = [(keys, bytes_of(keys)) for keys in chains[AT_ONCE:]]
+        with meter.spent() as writing:
+            list(pool.map(lambda each: _store(client, *each), made))
         del made
-        place = pretouched(blocks)
-        _load(client, chains[:1], place)
+        places = [pretouched(blocks) for _ in range(AT_ONCE)]
 
         def reading(drop: bool) -> float:
+            os.sync()
             if drop:
-                os.sync()
-                _rest(pids)
                 forget_pages(folder)
-            with _spent(pids, client, chains[1:]) as spent:
-                _load(client, chains[1:], place)
+            tickets = [client.lookup(keys) for keys in chains]  # promises are priced apart
+            with meter.spent() as spent:
+                list(pool.map(lambda at: _load(client, tickets[at::AT_ONCE], chains[at::AT_ONCE], places[at]), range(AT_ONCE)))
             return spent[0]
 
-        cold, warm = reading(True), reading(False)
+        cold, warm = (
+            statistics.median(each) for each in interleaved(size.passes, lambda: reading(True), lambda: reading(False), warm_up=0)
+        )
         io = str(cluster.ready[0].get("io", "unknown"))
     shutil.rmtree(folder)
     return io, writing[0] / stored_mb * 1e6, cold / read_mb * 1e6, warm / read_mb * 1e6
@@ -240,47 +249,50 @@ def _store(client: Client, keys: Blocks, rows: Blocks | None = None) -> None:
         raise RuntimeError(f"a store gave {result.outcome}")
 
 
-def _load(client: Client, chains: Sequence[Blocks], place: Blocks) -> None:
-    for keys in chains:
-        if client.load(client.lookup(keys), place).blocks != len(keys):
+def _load(client: Client, tickets: Sequence[Ticket], chains: Sequence[Blocks], place: Blocks) -> None:
+    for ticket, keys in zip(tickets, chains, strict=True):
+        if client.load(ticket, place).blocks != len(keys):
             raise RuntimeError("a load came back shorter than what was stored")
-    if not are_bytes_of(chains[-1], place):
+    if chains and not are_bytes_of(chains[-1], place):
         raise RuntimeError("wrong bytes")
 
 
 # --- processor time ---
 
 
-@contextmanager
-def _spent(pids: Sequence[int], client: Client | None = None, chains: Sequence[Blocks] = ()) -> Iterator[list[float]]:
-    """Seconds of these processes from here until they rest after the body: one number, there when the body is left.
+class _Meter:
+    """Processor time of some processes, less what they take while nobody asks them anything: measured once, before anything is asked."""
 
-    What as many lookups cost by themselves (of `chains`, again) is taken off.
-    """
-    found: list[float] = []
-    before = _seconds(pids)
-    yield found
-    _rest(pids)
-    after = _seconds(pids)
-    if client is not None:
-        for keys in chains:
-            client.lookup(keys)
-        _rest(pids)
-    found.append(after - before - (_seconds(pids) - after))
+    def __init__(self, pids: Sequence[int], size: Size) -> None:
+        self._pids, self._later_seconds = pids, size.later_seconds
+        time.sleep(self._later_seconds)
+        self._rest()
+        before, begun = self._seconds(), time.monotonic()
+        time.sleep(size.idle_seconds)
+        self._idle_share = (self._seconds() - before) / (time.monotonic() - begun)
 
+    @contextmanager
+    def spent(self) -> Iterator[list[float]]:
+        """Seconds from here until they rest after the body: one number, there when the body is left."""
+        found: list[float] = []
+        self._rest()
+        before, begun = self._seconds(), time.monotonic()
+        yield found
+        time.sleep(self._later_seconds)
+        self._rest()
+        found.append(max(0.0, self._seconds() - before - self._idle_share * (time.monotonic() - begun)))
 
-def _seconds(pids: Sequence[int]) -> float:
-    return sum(map(processor_seconds, pids))
+    def _seconds(self) -> float:
+        return sum(map(processor_seconds, self._pids))
 
-
-def _rest(pids: Sequence[int]) -> None:
-    """Returns when these processes have done next to nothing for a moment."""
-    deadline = time.monotonic() + REST_TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        before, begun = _seconds(pids), time.monotonic()
-        time.sleep(REST_SECONDS)
-        if _seconds(pids) - before <= REST_SHARE_MAX * (time.monotonic() - begun):
-            return
+    def _rest(self) -> None:
+        """Returns when they have done next to nothing for a moment."""
+        deadline = time.monotonic() + REST_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            before, begun = self._seconds(), time.monotonic()
+            time.sleep(REST_SECONDS)
+            if self._seconds() - before <= REST_SHARE_MAX * (time.monotonic() - begun):
+                return
 
 
 # --- rebuilding, directory ---

@@ -5,6 +5,7 @@ Keys of prompts are drawn with a seed; nothing is sent. Nodes are all up, the ma
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from kvstore.placement import Placement
 
 PLACED_AT_ONCE: Final = 1 << 14  # groups: a second of one core
 ALONE_GROUPS_MAX: Final = 1 << 16  # fewer are placed sooner than other processes have started
+M_TRIM_THRESHOLD: Final = -1  # of malloc.h
+M_MMAP_THRESHOLD: Final = -3
 Lists = npt.NDArray[np.int32]
 Told = Callable[[float], None]  # the share that is done
 
@@ -101,6 +104,10 @@ _here: list[Placement] = []  # of a process of the pool
 
 def _begin(servers: int, ssds: int) -> None:
     os.nice(5)
+    # glibc gives arrays of megabytes back to the kernel each time, and half of all time goes into fresh pages: keep them
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 256 << 20)
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
     _here.append(Placement(cluster_map(servers, ssds)))
 
 

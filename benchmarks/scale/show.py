@@ -117,8 +117,23 @@ def _per_daemon(console: Console, found: Found) -> None:
         row("discovery keys", rate(mean.discovery_keys), m.discovery_core, rate(peak.discovery_keys), p.discovery_core, "share: + checks"),
         row("promises", rate(mean.promises), m.promise_core, rate(peak.promises), p.promise_core, "with touch, one a message"),
         row("together", "", m.core, "", p.core, "of one core; pages written back not counted"),
+        row(
+            "server's cores",
+            f"{m.core * found.given.ssds:.1f}",
+            None,
+            f"{p.core * found.given.ssds:.1f}",
+            None,
+            f"{found.given.ssds} daemons",
+        ),
         row("server's NIC", "", m.nic, "", p.nic, f"{found.given.ssds} daemons, assumed {found.given.nic_bits_per_second / 1e9:g} Gbit/s"),
-        row("index", format_bytes(kept.index_bytes), None, "same", None, f"{kept.index_share:.2%} of {format_bytes(kept.bytes)}"),
+        row(
+            "index",
+            format_bytes(kept.index_bytes),
+            None,
+            "same",
+            None,
+            f"{kept.index_share:.2%} of {format_bytes(kept.bytes)}; earlier starts, 1 to 3 B each, on top",
+        ),
         row("filter RAM", format_bytes(kept.filter_bytes), None, "same", None, f"{kept.extents / 1e6:.1f} M extents"),
     ]
     _table(console, ["A DAEMON", "MEAN", "CORE", "PEAK", "CORE", "NOTE"], rows)
