@@ -23,7 +23,7 @@ from kvstore.placement import Placement
 GIVEN = Parameters()
 # 4 + 8 nodes, a token a block of 128: 12 blocks a second, 2 prompts of 6 blocks, half of them hit.
 TINY = Parameters(servers=12, ssds=1, stored_bytes=12e9, day_tokens=12 * 128 * 86_400, hit_rate=0.5, prompt_blocks=6, hosts=4)
-SENT = Messages(discover=300, checked_keys=120, checks=60, promise=400, read=350, read_by_plane=1400, write=12)
+SENT = Messages(discover=300, checked_keys=120, checks=60, promise=216, read=350, read_by_plane=1400, write=12)
 COSTS = Costs(
     discover=Message(20.0, 0.5), promise=Message(60.0, 1.0), read_us_per_mb=300.0, read_warm_us_per_mb=200.0, write_us_per_mb=500.0,
     index_bytes_per_extent=600.0, filter_bytes_per_extent=2.0, record_bytes=300_000.0, rebuild_seconds_per_gb=0.1, rebuilt_bytes=1e9,
@@ -98,7 +98,7 @@ def test_shares_are_rates_times_unit_costs() -> None:
     assert found.write_core == pytest.approx(100 * 500e-6)
     # 3,000 keys, two a message of 20 us; and of 600 keys 120 again, two a message
     assert found.discovery_core == pytest.approx(3_000 * 10.5e-6 + 600 * 10.5e-6)
-    assert found.promise_core == pytest.approx(1_000 * 61e-6)
+    assert found.promise_core == pytest.approx(1_000 * 31e-6)  # 36 extents at 12 nodes, two names a message of 60 us
     assert found.core == pytest.approx(found.read_core + found.write_core + found.discovery_core + found.promise_core)
     assert (found.read_ssd, found.write_ssd) == (pytest.approx(1 / 7), pytest.approx(0.05))
     assert found.nic == pytest.approx(16 * 8e9 / 400e9)
@@ -173,7 +173,7 @@ def test_connections_are_bounded_by_daemons_and_the_clients_limit() -> None:
     assert found.client_bulk == 2048
     idle = placed.connections(replace(GIVEN, hosts=10_000_000), SENT, idle_seconds=60, bulk_max=2048)
     prompts = GIVEN.prompts_per_second / 10_000_000 * 60
-    assert idle.client_small == pytest.approx(prompts * (300 + 60 + 400), rel=0.01)
+    assert idle.client_small == pytest.approx(prompts * (300 + 60 + 216), rel=0.01)
     assert idle.daemon == pytest.approx((idle.client_small + idle.client_bulk) * 10_000_000 / 7_360)
 
 
