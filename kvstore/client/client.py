@@ -44,6 +44,7 @@ from kvstore.keys import Keys, checked_keys
 from kvstore.layout import Layout, Plane
 from kvstore.owners import DEFAULT, OTHER
 from kvstore.placement import Placement
+from kvstore.record import EARLIER_MAX
 
 if TYPE_CHECKING:
     from kvstore.client.agent.ram import RamTier
@@ -460,7 +461,7 @@ class Client:
     def _remember(self, keys: Keys, end: int, starts: list[int]) -> None:
         """For the next store of this chain: what its records name as earlier extents."""
         name = keys[end - 1].tobytes()
-        self._starts[name] = tuple(starts[-128:])
+        self._starts[name] = tuple(starts[-EARLIER_MAX:])
         self._starts.move_to_end(name)
         while len(self._starts) > _CHAINS_KEPT:
             self._starts.popitem(last=False)

@@ -35,7 +35,6 @@ RUN_EXTENTS_MIN: Final = 8
 QUEUE_MAX: Final = 16  # runs that wait
 SEEN_MAX: Final = 4096  # runs that are not stored again
 BURST_SECONDS: Final = 10.0
-EARLIER_MAX: Final = 128  # starts that a record names
 
 
 def short_runs(ticket: Ticket, blocks_per_extent_max: int) -> Iterator[range]:
@@ -155,7 +154,7 @@ class Compaction:
         extent = ticket.extents[int(inside.argmax())]
         before = sorted({int(start) for start in (starts - ticket.extents["first_block"])[starts < run.start]})
         stored = client.store_again(
-            ticket.keys[: run.stop], rows, first_block=run.start, earlier=tuple(before[-EARLIER_MAX:]),
+            ticket.keys[: run.stop], rows, first_block=run.start, earlier=tuple(before),
             retention_class=ticket.retention_class, fidelity=Fidelity(FidelityKind(int(extent["fidelity"])), int(extent["depth"])),
         )  # fmt: skip
         if stored.result(client.config.store_deadline_seconds).outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED):

@@ -24,7 +24,8 @@ from kvstore.layout import Layout
 from kvstore.placement import Placement
 from kvstore.plan.accesses import F64, I64
 from kvstore.plan.reuse import Reuse
-from kvstore.replay.capacity import EARLIER_MAX, record_bytes
+from kvstore.record import EARLIER_MAX
+from kvstore.replay.capacity import record_bytes
 from kvstore.units import parse_bytes
 
 SPREAD_NODES: Final = 24  # enough to see how evenly groups fall: the spread does not depend on the number of nodes

@@ -16,13 +16,12 @@ from kvstore.errors import UsageError
 from kvstore.extents import cut
 from kvstore.gc.policy import EvictionPolicy
 from kvstore.layout import Layout
-from kvstore.record import head_bytes_of, padded_bytes
+from kvstore.record import EARLIER_MAX, head_bytes_of, padded_bytes
 from kvstore.replay.exact import InfiniteCache
 from kvstore.replay.requests import Request
 from kvstore.units import parse_bytes
 
 CHECK_BYTES = 24  # of each (plane, block): sum and digest
-EARLIER_MAX = 128
 
 
 @dataclass(frozen=True)
