@@ -29,7 +29,9 @@ def up(cli: Cli, *arguments: str | Path) -> Iterator[tuple[dict[str, Any], subpr
         assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        yield json.loads(line), process
+        ready = json.loads(line)
+        assert ready["ok"], ready["error"]
+        yield ready, process
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -41,7 +43,7 @@ def test_up_starts_tests_itself_and_stops_with_data_kept(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(os.urandom(300_000))
     with up(cli) as (ready, process):
         data = ready["data"]
-        assert ready["schema"] == "kvstore.up/1" and ready["ok"] and ready["cluster"] == "dev"
+        assert ready["schema"] == "kvstore.up/1" and ready["cluster"] == "dev"
         assert data["self_test"]["nodes_stopped"] == 2 and data["self_test"]["bytes"] > 10_000_000
         assert data["ready_seconds"] < 15 and len(data["nodes"]) == 12
         pids = [node["pid"] for node in data["nodes"]]
