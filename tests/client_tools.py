@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client import Client, ClientConfig, LoadResult, Ticket
+from kvstore.client.native import names_of
 from kvstore.clustermap import ClusterMap
 from kvstore.kernels import _native
 from kvstore.keys import KeyChain, Keys, Namespace
 from kvstore.layout import PRESETS, Layout, Section
+from kvstore.placement import nodes_of_writings
 from kvstore.server.local import LocalCluster
 
 Blocks = npt.NDArray[np.uint8]
@@ -137,8 +140,19 @@ def whole_ticket(client: Client, keys: Keys) -> Ticket:
 
 
 def until_whole(client: Client, keys: Keys) -> None:
-    """Waits for the last shards, which no acknowledgement waits for. `client` must reuse no promises."""
-    until(lambda: client.lookup(keys).hit_blocks == len(keys) and not client.lookup(keys).extents["absent"].any(), "the last shards")
+    """Waits until every node has its shards of every extent: no acknowledgement waits for the last one, and no lookup."""
+    until(partial(_whole, client, keys), "the last shards")
+
+
+def _whole(client: Client, keys: Keys) -> bool:
+    extents = client.lookup(keys).extents
+    if int(extents["count"].sum()) < len(keys):
+        return False
+    with client._reaches.using() as reach:
+        nodes = nodes_of_writings(reach.placements, extents["extent_key"], extents["write_epoch"])
+        names = names_of(extents["extent_key"], extents["write_id"])
+        asked = reach.core.promise(client.owner, reach.map.epoch, 0, 0, 0, 1, names, nodes, nodes.shape[1])  # neither pins nor touches
+        return asked.wait(WAIT_SECONDS) and bool((asked.masks() == (1 << nodes.shape[1]) - 1).all())
 
 
 def load(client: Client, ticket: Ticket, **options: object) -> tuple[LoadResult, Blocks]:
