@@ -325,7 +325,18 @@ void bind_client(nanobind::module_& m) {
   using namespace kv;
   using namespace kv::client;
   m.attr("FOUND_BYTES") = sizeof(Found);
+  m.attr("PIECE_BYTES") = sizeof(Piece);
   m.attr("BAD_SHARD_BYTES") = sizeof(BadShard);
+
+  nb::class_<Readable>(m, "ClientReadable")
+      .def(
+          "__init__",
+          [](Readable* self, uint64_t layout_tag, uint32_t block_bytes, uint8_t plane_count, uint8_t k, uint8_t m, uint32_t kv_group) {
+            new (self) Readable{layout_tag, block_bytes, kv_group, plane_count, k, m};
+          },
+          "layout_tag"_a, "block_bytes"_a, "plane_count"_a, "k"_a, "m"_a, "kv_group"_a)
+      .def_ro("layout_tag", &Readable::layout_tag)
+      .def_ro("k", &Readable::k);
 
   nb::class_<Discover>(m, "ClientDiscover")
       .def(
@@ -339,11 +350,40 @@ void bind_client(nanobind::module_& m) {
       .def("wait", [](Discover& d, double s) { return d.call->wait(nanoseconds(s)); }, "timeout_seconds"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("found", [](Discover& d) { return rows_of(d.call->found()); })
       .def("earlier", [](Discover& d) { return array_of(d.call->earlier()); })
+      .def("starts", [](Discover& d) { return array_of(d.call->starts()); })
+      .def(
+          "walk",
+          [](Discover& d, const Longs1& epochs, const Words1& refused) {
+            auto walk = d.call->walk({epochs.data(), epochs.size()}, {refused.data(), refused.size()});
+            return nb::make_tuple(rows_of(std::move(walk.pieces)), array_of(std::move(walk.starts)));
+          },
+          "epochs"_a.noconvert(), "refused"_a.noconvert())
+      .def(
+          "names", [](Discover& d, const Words1& rows) { return rows_of(d.call->names({rows.data(), rows.size()})); }, "rows"_a.noconvert())
+      .def(
+          "extents",
+          [](Discover& d, const Bytes1& pieces, const Longs1& absent) {
+            need(pieces.size() == absent.size() * sizeof(Piece), "extents: one mask for each piece");
+            std::vector<Piece> copied(absent.size());
+            std::memcpy(copied.data(), pieces.data(), pieces.size());
+            return rows_of(d.call->extents(copied, {absent.data(), absent.size()}));
+          },
+          "pieces"_a.noconvert(), "absent"_a.noconvert())
       .def("answers", [](Discover& d) { return array_of(d.call->answers()); })
       .def("take_failed", [](Discover& d) { return array_of(d.call->take_failed()); })
       .def("unsettled", [](Discover& d) { return array_of(d.call->unsettled()); })
       .def("owing", [](Discover& d, double s) { return array_of(d.call->owing(nanoseconds(s))); }, "age_seconds"_a)
       .def("pending", [](Discover& d) { return d.call->pending(); });
+
+  m.def(
+      "cover",
+      [](const Words2& candidates) {
+        need(candidates.shape(1) == 3, "candidates: (n, 3), start, end, row");
+        std::vector<Candidate> copied(candidates.shape(0));
+        std::memcpy(copied.data(), candidates.data(), candidates.nbytes());
+        return rows_of(cover(std::move(copied)));
+      },
+      "candidates"_a.noconvert());
 
   nb::class_<Promise>(m, "ClientPromise")
       .def("wait", [](Promise& p, double s) { return p.call->wait(nanoseconds(s)); }, "timeout_seconds"_a, nb::call_guard<nb::gil_scoped_release>())
@@ -429,13 +469,13 @@ void bind_client(nanobind::module_& m) {
           "rdma_windows"_a = true, "rdma_traffic_class"_a = 0, "rdma_gid_index"_a = verbs::ANY_GID)
       .def(
           "discover",
-          [](ClientCore& core, const nb::bytes& owner, uint64_t epoch, const Bytes2& keys) {
+          [](ClientCore& core, const nb::bytes& owner, uint64_t epoch, const Bytes2& keys, const Readable& readable) {
             core.check();
             need(keys.shape(1) == KEY_BYTES, "keys: (n, 32)");
             return new Discover{std::make_shared<DiscoverCall>(core.net, bytes_of<OWNER_BYTES>(owner, "owner: 16 bytes"), epoch, keys.data(),
-                                                               uint32_t(keys.shape(0)))};
+                                                               uint32_t(keys.shape(0)), readable)};
           },
-          "owner"_a, "epoch"_a, "keys"_a, nb::rv_policy::take_ownership)
+          "owner"_a, "epoch"_a, "keys"_a, "readable"_a, nb::rv_policy::take_ownership)
       .def(
           "promise",
           [](ClientCore& core, const nb::bytes& owner, uint64_t epoch, uint32_t bucket, uint8_t flags, uint8_t retention_class, uint16_t pin_seconds,

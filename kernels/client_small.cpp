@@ -187,8 +187,14 @@ std::vector<RpcCall::Answer> RpcCall::answers() const {
 
 // --- DiscoverCall ---
 
-DiscoverCall::DiscoverCall(std::shared_ptr<Net> net, const Owner& owner, uint64_t epoch, const uint8_t* keys, uint32_t count)
-    : Call(net, net->discover_delay), owner_(owner), epoch_(epoch), keys_(keys, keys + size_t(count) * KEY_BYTES), answers_(count), wanted_(count) {
+DiscoverCall::DiscoverCall(std::shared_ptr<Net> net, const Owner& owner, uint64_t epoch, const uint8_t* keys, uint32_t count, const Readable& readable)
+    : Call(net, net->discover_delay),
+      owner_(owner),
+      epoch_(epoch),
+      readable_(readable),
+      keys_(keys, keys + size_t(count) * KEY_BYTES),
+      answers_(count),
+      wanted_(count) {
   tags_.reserve(count);
   for (uint32_t i = 0; i < count; i++) tags_.push_back(block_tag(keys + size_t(i) * KEY_BYTES));
 }
@@ -229,10 +235,10 @@ void DiscoverCall::ask(const int32_t* indices, const int32_t* nodes, uint32_t co
 
 void DiscoverCall::on_answer(uint32_t slot, Outcome result, std::span<const uint8_t> body) {
   const auto& asked = asked_[slot];
-  if (result != 0 || !parse(asked, slots_[slot].node, body)) failed_.insert(failed_.end(), asked.begin(), asked.end());
+  if (result != 0 || !parse(asked, body)) failed_.insert(failed_.end(), asked.begin(), asked.end());
 }
 
-bool DiscoverCall::parse(const std::vector<int32_t>& asked, uint32_t node, std::span<const uint8_t> body) {
+bool DiscoverCall::parse(const std::vector<int32_t>& asked, std::span<const uint8_t> body) {
   wire::DiscoverReply reply;
   if (body.size() < sizeof reply) return false;
   std::memcpy(&reply, body.data(), sizeof reply);
@@ -254,41 +260,14 @@ bool DiscoverCall::parse(const std::vector<int32_t>& asked, uint32_t node, std::
     at += earlier_bytes + tag_bytes;
     uint32_t match = 0;
     while (match < w.block_count && start + match < tags_.size() && std::memcmp(tags + 8ull * match, &tags_[start + match], 8) == 0) match++;
-    if (match == 0) continue;
-    const uint64_t name = w.write_id ^ (uint64_t(start) * 0x9E3779B97F4A7C15ull);
-    auto [seen, fresh] = seen_.try_emplace(name, uint32_t(found_.size()));
-    if (!fresh) {
-      found_[seen->second].shard_mask |= w.shard_mask;
-      continue;
-    }
-    Found f{};
-    f.write_id = w.write_id;
-    f.shard_mask = w.shard_mask;
-    f.write_epoch = w.write_epoch;
-    f.layout_tag = w.layout_tag;
-    f.start = start;
-    f.match = match;
-    f.node = node;
-    f.earlier_at = uint32_t(earlier_.size());
+    if (match == 0 || !reads(w) || w.start_block != start) continue;
+    if (!seen_.insert(w.write_id ^ (uint64_t(start) * 0x9E3779B97F4A7C15ull)).second) continue;
     for (uint32_t e = 0; e < w.earlier_count; e++) {
       uint32_t value;
       std::memcpy(&value, earlier + 4ull * e, 4);
       if (value < start) earlier_.push_back(value);
     }
-    f.earlier_count = uint32_t(earlier_.size()) - f.earlier_at;
-    f.start_block = w.start_block;
-    f.kv_group = w.kv_group;
-    f.pg = w.pg;
-    f.block_bytes = w.block_bytes;
-    f.block_count = w.block_count;
-    f.depth = w.depth;
-    f.fidelity = w.fidelity;
-    f.retention_class = w.retention_class;
-    f.k = w.k;
-    f.m = w.m;
-    f.cipher = w.cipher;
-    f.plane_count = w.plane_count;
-    found_.push_back(f);
+    found_.push_back({w.write_id, w.write_epoch, start, match, w.depth, w.fidelity, {}});
   }
   for (size_t i = 0; i < asked.size(); i++) {
     if (reply.busy && !yes[i])
@@ -299,6 +278,12 @@ bool DiscoverCall::parse(const std::vector<int32_t>& asked, uint32_t node, std::
   return true;
 }
 
+bool DiscoverCall::reads(const wire::Writing& w) const {
+  const Readable& r = readable_;
+  return w.layout_tag == r.layout_tag && w.block_bytes == r.block_bytes && w.kv_group == r.kv_group && w.plane_count == r.plane_count &&
+         w.k == r.k && w.m == r.m && w.cipher == 0;
+}
+
 std::vector<Found> DiscoverCall::found() const {
   std::lock_guard lock(mutex_);
   return found_;
@@ -307,6 +292,56 @@ std::vector<Found> DiscoverCall::found() const {
 std::vector<uint32_t> DiscoverCall::earlier() const {
   std::lock_guard lock(mutex_);
   return earlier_;
+}
+
+std::vector<uint32_t> DiscoverCall::starts() const {
+  std::lock_guard lock(mutex_);
+  std::vector<uint32_t> out = earlier_;
+  for (const Found& f : found_) out.push_back(f.start);
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  return out;
+}
+
+DiscoverCall::Walk DiscoverCall::walk(std::span<const uint64_t> epochs, std::span<const uint32_t> refused) const {
+  std::vector<Candidate> candidates;
+  Walk out;
+  {
+    std::lock_guard lock(mutex_);
+    for (uint32_t row = 0; row < found_.size(); row++) {
+      const Found& f = found_[row];
+      if (std::ranges::find(refused, row) != refused.end() || std::ranges::find(epochs, f.write_epoch) == epochs.end()) continue;
+      candidates.push_back({f.start, f.start + f.match, row});
+      out.starts.push_back(f.start);
+    }
+  }
+  out.pieces = cover(std::move(candidates));
+  return out;
+}
+
+wire::WritingName DiscoverCall::name_of(const Found& found) const {
+  wire::WritingName name;
+  std::memcpy(name.extent_key, keys_.data() + size_t(found.start) * KEY_BYTES, KEY_BYTES);
+  name.write_id = found.write_id;
+  return name;
+}
+
+std::vector<wire::WritingName> DiscoverCall::names(std::span<const uint32_t> rows) const {
+  std::lock_guard lock(mutex_);
+  std::vector<wire::WritingName> out;
+  for (const uint32_t row : rows) out.push_back(name_of(found_.at(row)));
+  return out;
+}
+
+std::vector<TicketExtent> DiscoverCall::extents(std::span<const Piece> pieces, std::span<const uint64_t> absent) const {
+  std::lock_guard lock(mutex_);
+  std::vector<TicketExtent> out;
+  for (size_t i = 0; i < pieces.size(); i++) {
+    const Piece& p = pieces[i];
+    const Found& f = found_.at(p.row);
+    out.push_back({name_of(f), f.write_epoch, absent[i], p.start - f.start, p.end - p.start, f.depth, f.fidelity, {}});
+  }
+  return out;
 }
 
 std::vector<uint8_t> DiscoverCall::answers() const {

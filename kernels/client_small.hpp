@@ -5,8 +5,10 @@
 #pragma once
 #include <deque>
 #include <span>
+#include <unordered_set>
 
 #include "client_net.hpp"
+#include "walk.hpp"
 
 namespace kv::client {
 
@@ -95,28 +97,48 @@ class RpcCall final : public Call {
 
 // One writing of one extent as a lookup sees it. A row of the array Python gets; its dtype is asserted in kvstore/client/native.py.
 struct Found {
-  uint64_t write_id, shard_mask, write_epoch, layout_tag;
+  uint64_t write_id, write_epoch;
   uint32_t start;         // index of its first block among the caller's keys
   uint32_t match;         // leading blocks whose tags equal the caller's
-  uint32_t node;          // who said so
-  uint32_t earlier_at, earlier_count;   // in earlier()
-  uint32_t start_block, kv_group, pg, block_bytes;
-  uint16_t block_count, depth;
-  uint8_t fidelity, retention_class, k, m, cipher, plane_count, zero[10];
+  uint16_t depth;
+  uint8_t fidelity, zero[5];
 };
-static_assert(sizeof(Found) == 88);
+static_assert(sizeof(Found) == 32);
+
+// What a writing must be for its bytes to be read by a client: of one layout, in one code, in the clear.
+struct Readable {
+  uint64_t layout_tag;
+  uint32_t block_bytes, kv_group;
+  uint8_t plane_count, k, m;
+};
+
+// An extent of a ticket (kvstore/client/ticket.py).
+struct TicketExtent {
+  wire::WritingName name;
+  uint64_t write_epoch, absent;
+  uint32_t first_block, count;
+  uint16_t depth;
+  uint8_t fidelity, zero[5];
+};
+static_assert(sizeof(TicketExtent) == 72);
 
 // "Which extents start at these keys?" Keys are asked one node each, as the caller chooses, and asked again elsewhere as it sees fit.
 class DiscoverCall final : public Call {
  public:
-  DiscoverCall(std::shared_ptr<Net> net, const Owner& owner, uint64_t epoch, const uint8_t* keys, uint32_t count);
+  DiscoverCall(std::shared_ptr<Net> net, const Owner& owner, uint64_t epoch, const uint8_t* keys, uint32_t count, const Readable& readable);
   static constexpr uint32_t KEYS_PER_FRAME = 512;
   // Asks nodes[i] for key indices[i]; batched per node, in the order of first use.
   // counted: done() waits for one more answer for each; otherwise these replace requests that failed or are late.
   void ask(const int32_t* indices, const int32_t* nodes, uint32_t count, bool counted);
-  std::vector<Found> found() const;
+  std::vector<Found> found() const;             // what can be read; rows stay what they are, later answers add some
   std::vector<uint32_t> earlier() const;
+  std::vector<uint32_t> starts() const;         // of extents of this chain, as far as they are known, in order
   std::vector<uint8_t> answers() const;         // per key: nodes that looked at it
+  // The walk over what was found, without rows of `refused` and what was written in no epoch of `epochs`.
+  struct Walk { std::vector<Piece> pieces; std::vector<uint32_t> starts; };   // and where the writings start that it chose from
+  Walk walk(std::span<const uint64_t> epochs, std::span<const uint32_t> refused) const;
+  std::vector<wire::WritingName> names(std::span<const uint32_t> rows) const;
+  std::vector<TicketExtent> extents(std::span<const Piece> pieces, std::span<const uint64_t> absent) const;
   std::vector<int32_t> take_failed();           // keys of requests that failed since the last call
   std::vector<int32_t> unsettled() const;       // keys with fewer answers than wanted
 
@@ -125,9 +147,12 @@ class DiscoverCall final : public Call {
   bool done_locked() const override { return pending_ == 0 || unsettled_ == 0 || !failed_.empty(); }
 
  private:
-  bool parse(const std::vector<int32_t>& asked, uint32_t node, std::span<const uint8_t> body);
+  bool parse(const std::vector<int32_t>& asked, std::span<const uint8_t> body);
+  bool reads(const wire::Writing& w) const;
+  wire::WritingName name_of(const Found& found) const;
   const Owner owner_;
   const uint64_t epoch_;
+  const Readable readable_;
   std::vector<uint8_t> keys_;
   std::vector<uint64_t> tags_;
   std::vector<std::vector<int32_t>> asked_;     // per slot
@@ -136,7 +161,7 @@ class DiscoverCall final : public Call {
   std::vector<uint8_t> answers_, wanted_;       // per key
   uint32_t unsettled_ = 0;                      // keys with fewer answers than wanted
   std::vector<int32_t> failed_;
-  std::unordered_map<uint64_t, uint32_t> seen_; // start and write id, mixed: index into found_
+  std::unordered_set<uint64_t> seen_;           // start and write id, mixed, of found_
 };
 
 // Promise and touch extents at the nodes of their lists; done when each has enough shards.

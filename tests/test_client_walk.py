@@ -1,13 +1,16 @@
-"""The walk finds the longest prefix that any choice of extents covers, and names every block once."""
+"""The walk finds the longest prefix that any choice of extents covers, and names every block once; the native one is the same."""
 
 from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.walk import Candidate, cover
+from kvstore.client.native import PIECE
+from kvstore.kernels import _native
+from kvstore.kernels.walk_reference import Candidate, cover
 
 extents = st.lists(st.tuples(st.integers(0, 24), st.integers(1, 8)), max_size=14).map(
     lambda drawn: [Candidate(start, start + length, row) for row, (start, length) in enumerate(drawn)]
@@ -53,3 +56,10 @@ def test_an_extent_that_starts_earlier_may_reach_further() -> None:
 
 def test_nothing_that_starts_at_zero_is_no_prefix() -> None:
     assert cover([Candidate(1, 9, 0)]) == [] and cover([]) == []
+
+
+@given(extents)
+def test_the_native_walk_takes_the_same_pieces(candidates: list[Candidate]) -> None:
+    found = _native.cover(np.array(candidates, np.uint32).reshape(-1, 3)).view(PIECE)
+    wanted = [(p.start, p.end, p.candidate.start, p.candidate.row) for p in cover(candidates)]
+    assert found.tolist() == wanted

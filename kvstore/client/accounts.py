@@ -19,10 +19,11 @@ import numpy as np
 
 from kvstore.client.access_log import AccessLog
 from kvstore.client.counters import Counters
+from kvstore.client.lookup import Hit
 from kvstore.client.native import GHOST, I32, U8
 from kvstore.client.planner import by_node
 from kvstore.client.reach import Reach, Reaches
-from kvstore.client.reasons import Gap, Ghost, I64s, Limits, Miss, Split, split
+from kvstore.client.reasons import Ghost, I64s, Limits, Miss, Split, split
 from kvstore.placement import lists_by_epoch
 from kvstore.wire import WHY_KEYS_MAX, Verb, encode_why
 
@@ -45,11 +46,8 @@ class Account:
     retention_class: str
     keys: U8
     limits: Limits
-    hit_blocks: int
+    hit: Hit
     window_missing: bool
-    hit_ages: list[tuple[int, float]]
-    gaps: list[Gap]
-    late: bool
     bucket: int
     lookup_seconds: float
     ghosts: list[Ghost] = field(default_factory=list)
@@ -57,11 +55,11 @@ class Account:
     def missing(self) -> I64s:
         """Blocks whose reason only the ghost index can tell."""
         blocks = self.limits.blocks
-        if self.hit_blocks >= blocks:
+        if self.hit.blocks >= blocks:
             return np.empty(0, np.int64)
         open_blocks = np.ones(blocks, bool)
-        open_blocks[: self.hit_blocks] = False
-        for gap in self.gaps:
+        open_blocks[: self.hit.blocks] = False
+        for gap in self.hit.gaps:
             if gap.why is None or gap.why is Miss.FIDELITY:
                 open_blocks[gap.start : gap.end] = False
         return np.flatnonzero(open_blocks)
@@ -168,9 +166,14 @@ class Accounts:
                 log.exception("a lookup could not be accounted for")
 
     def _split(self, account: Account) -> Split:
+        hit, step = account.hit, self._bucket_seconds
+        ages = [
+            (end, float(max(0, account.bucket - last) * step) if last else 0.0)
+            for end, last in zip(hit.ends, hit.last_buckets, strict=True)
+        ]
         return split(
-            account.keys, account.limits, account.hit_blocks, account.window_missing, account.hit_ages, account.gaps,
-            account.ghosts, account.late, account.bucket, self._bucket_seconds,
+            account.keys, account.limits, hit.blocks, account.window_missing, ages, hit.gaps,
+            account.ghosts, not hit.complete, account.bucket, step,
         )  # fmt: skip
 
     def _ask(self, batch: list[Account]) -> None:

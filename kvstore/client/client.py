@@ -26,14 +26,14 @@ from kvstore.client.compaction import Compaction
 from kvstore.client.config import ClientConfig
 from kvstore.client.counters import Counters
 from kvstore.client.load import Hedge, Load, checked_blocks
-from kvstore.client.lookup import Hit, Lookup, Wanted
+from kvstore.client.lookup import Hit, Lookup
 from kvstore.client.native import U8, U32
 from kvstore.client.promises import Promises
 from kvstore.client.reach import Reaches
 from kvstore.client.reasons import Limits
 from kvstore.client.store import StoreFuture, Stores
 from kvstore.client.suspects import Suspects
-from kvstore.client.ticket import EXTENT, Ticket
+from kvstore.client.ticket import Ticket
 from kvstore.client.tracing import Tracing
 from kvstore.client.values import Accept, Fidelity, LoadOutcome, LoadResult, PlaneReady
 from kvstore.clustermap import ClusterMap
@@ -84,7 +84,8 @@ class Client:
         self._planes = layout.planes(cluster_map.k)
         self._plane_table: U32 = np.array([(p.offset_bytes, p.bytes, p.shard_bytes) for p in self._planes], np.uint32)
         tag = int.from_bytes(layout.digest()[:8], "little")
-        self._wanted = Wanted(tag, layout.block_bytes, len(self._planes), cluster_map.k, cluster_map.m, kv_group)
+        self._readable = _native.ClientReadable(tag, layout.block_bytes, len(self._planes), cluster_map.k, cluster_map.m, kv_group)
+        self._kv_group = kv_group
         self._promises = Promises(self.config.promise_reuse_seconds)
         self._counters = Counters()
         self._starts: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()  # last block's key of a chain: starts of its extents
@@ -145,11 +146,13 @@ class Client:
         deadline = began + (self.config.lookup_deadline_seconds if deadline_seconds is None else deadline_seconds)
         if len(keys) == 0:
             if limits.input_tokens:
-                self._account(keys, limits, Hit([], np.empty(0), []), retention_class, window, began, 0)
-            return self._ticket(keys, Hit([], np.empty(0), []), retention_class, limits)
+                self._account(keys, limits, Hit(), retention_class, window, began, 0)
+            return self._ticket(keys, Hit(), retention_class, limits)
         bucket = int(self.clock.bucket_time() // self.map.bucket_seconds)
         with self._reaches.using() as reach, self._tracing.operation("kvstore.lookup") as span:
-            lookup = Lookup(reach, self.config, self._promises, self._wanted, self.owner, accept, class_id, bucket, self.clock.monotonic())
+            lookup = Lookup(
+                reach, self.config, self._promises, self._readable, self.owner, accept, class_id, bucket, self.clock.monotonic()
+            )
             try:
                 hit = lookup.run(keys, deadline)
             except BaseException:
@@ -158,12 +161,11 @@ class Client:
             ticket = self._ticket(keys, hit, retention_class, limits)
             if span is not None:
                 self._tracing.parts(span, lookup.intervals)
-                self._tracing.tell(span, input_tokens=limits.input_tokens, hit_tokens=ticket.hit_tokens, extents=len(hit.pieces))
+                self._tracing.tell(span, input_tokens=limits.input_tokens, hit_tokens=ticket.hit_tokens, extents=len(hit.extents))
         if reach.core.newest_epoch > reach.map.epoch:
             self._reaches.heard(reach.core.newest_epoch)
-        if hit.pieces:
-            end = hit.pieces[-1].end
-            self._remember(keys, end, [start for start in hit.starts if start < end])
+        if hit.blocks:
+            self._remember(keys, hit.blocks, [start for start in hit.starts if start < hit.blocks])
         self._account(keys, limits, hit, retention_class, window, began, bucket)
         return ticket
 
@@ -179,47 +181,25 @@ class Client:
         self, keys: Keys, limits: Limits, hit: Hit, retention_class: str, window: Callable[[int], bool] | None, began: float, bucket: int
     ) -> None:
         """Counts the lookup; why it fell short is found out in the background."""
-        found = hit.pieces[-1].end if hit.pieces else 0
-        usable = min(found, limits.blocks)
+        usable = min(hit.blocks, limits.blocks)
         missing = window is not None and usable > 0 and not window(usable)
         seconds = time.monotonic() - began
         full = bool(usable) and usable == limits.blocks and not missing
         self._counters.looked_up(retention_class, limits.input_tokens, limits.before(usable - missing), full, seconds)
         if not self.config.accounting:
             return
-        step = self.map.bucket_seconds
-        ages = [
-            (piece.end, float(max(0, bucket - last) * step) if last else 0.0)
-            for piece, last in zip(hit.pieces, hit.last_buckets, strict=True)
-        ]
-        late = not hit.complete
-        self._accounts.add(
-            Account(
-                int(self.clock.bucket_time() * 1000), retention_class, keys, limits, found, missing, ages, hit.gaps, late, bucket, seconds
-            )
-        )  # fmt: skip
+        now_ms = int(self.clock.bucket_time() * 1000)
+        self._accounts.add(Account(now_ms, retention_class, keys, limits, hit, missing, bucket, seconds))
 
     def ticket(self, data: bytes) -> Ticket:
         """A ticket that another agent made with the same ticket key. Raises ProtocolError."""
         return Ticket.from_bytes(data, self.config.ticket_key)
 
     def _ticket(self, keys: Keys, hit: Hit, retention_class: str, limits: Limits) -> Ticket:
-        table = np.zeros(len(hit.pieces), EXTENT)
-        blocks = 0
-        if hit.pieces:
-            rows = [piece.candidate.row for piece in hit.pieces]
-            found = hit.found[rows]
-            table["extent_key"] = keys[found["start"]]
-            for name in ("write_id", "write_epoch", "depth", "fidelity"):
-                table[name] = found[name]
-            table["absent"] = hit.absent
-            table["first_block"] = [piece.start - piece.candidate.start for piece in hit.pieces]
-            table["count"] = [piece.end - piece.start for piece in hit.pieces]
-            blocks = hit.pieces[-1].end
         expires = int((self.clock.wall_time() + self.config.ticket_seconds) * 1000)
         return Ticket(
-            keys[:blocks].copy(), table, self.config.block_tokens, len(keys), self.owner, self.map.tag, self._wanted.layout_tag,
-            self.map.epoch, expires, self.config.ticket_key, retention_class, min(blocks, limits.blocks),
+            keys[: hit.blocks].copy(), hit.extents, self.config.block_tokens, len(keys), self.owner, self.map.tag,
+            self._readable.layout_tag, self.map.epoch, expires, self.config.ticket_key, retention_class, min(hit.blocks, limits.blocks),
         )  # fmt: skip
 
     # --- load ---
@@ -353,7 +333,7 @@ class Client:
     def check_load(self, ticket: Ticket, hedge: Hedge) -> None:
         """Raises MisuseError or Closed where begin_load would."""
         self._check_open()
-        if ticket.layout_tag != self._wanted.layout_tag or ticket.cluster != self.map.tag:
+        if ticket.layout_tag != self._readable.layout_tag or ticket.cluster != self.map.tag:
             raise MisuseError("E566", "ticket", "is of another layout or cluster", "redeem it with a client of the same")
         if hedge not in ("lazy", "eager"):
             raise MisuseError("E567", f"hedge {hedge!r}", "is not known", 'pass "lazy" or "eager"')
@@ -388,8 +368,8 @@ class Client:
             ticket.retention_class, result.outcome.value, result.blocks * ticket.block_tokens, short, result.bytes, result.seconds
         )
         if short:
-            for extent in ticket.extents:
-                self._promises.forget(extent["extent_key"].tobytes(), int(extent["write_id"]))
+            for name in ticket.names:
+                self._promises.forget(name)
         elif self._compaction is not None and result.outcome is LoadOutcome.COMPLETE:
             self._compaction.look(ticket)
         return result
@@ -436,9 +416,9 @@ class Client:
             return stores.nothing_to_store(), []
         spans = cut(first_block, len(rows), self.layout)
         fields = {
-            "layout_tag": self._wanted.layout_tag,
+            "layout_tag": self._readable.layout_tag,
             "bucket": int(self.clock.bucket_time() // self.map.bucket_seconds),
-            "kv_group": self._wanted.kv_group,
+            "kv_group": self._kv_group,
             "depth": fidelity.depth,
             "retention_class": class_id,
             "fidelity": int(fidelity.kind),

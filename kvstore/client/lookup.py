@@ -1,8 +1,8 @@
 """Lookup: discovery, walk, promise. The longest prefix that can be read, promised by its nodes for a while.
 
     1. discovery   each key to one node of its list, few nodes in all; what fails or is late is asked elsewhere at once
-    2. walk        interval cover (walk.py); where it stops, a "no" is checked with two other nodes, and so are the starts of earlier
-                   extents that some writing names and nobody has told us of
+    2. walk        interval cover (kernels/walk.hpp); where it stops, a "no" is checked with two other nodes, and so are the starts of
+                   earlier extents that some writing names and nobody has told us of
     3. promise     every extent on the walk, at all nodes of its list, with a touch; k shards of one writing make it a hit. What has fewer
                    is dropped and the walk is done again
 
@@ -18,14 +18,14 @@ from typing import Final
 import numpy as np
 
 from kvstore.client.config import ClientConfig
-from kvstore.client.native import DOWN, FOUND, I32, PROMISE_PIN, PROMISE_TOUCH, SILENT, U8, Flags, Records, names_of
+from kvstore.client.native import DOWN, FOUND, I32, NAME, PIECE, PROMISE_PIN, PROMISE_TOUCH, SILENT, U8, U32, Flags, Records
 from kvstore.client.planner import Planner
 from kvstore.client.promises import Promises
 from kvstore.client.reach import Reach
 from kvstore.client.reasons import Gap, Miss
+from kvstore.client.ticket import EXTENT
 from kvstore.client.tracing import Interval
-from kvstore.client.values import Accept
-from kvstore.client.walk import Candidate, Piece, cover
+from kvstore.client.values import Accept, FidelityKind
 from kvstore.kernels import _native
 from kvstore.placement import nodes_of_writings
 
@@ -33,29 +33,20 @@ EXTENT_BLOCKS_MAX: Final = 64
 OTHERS_ASKED: Final = 2  # beside the first: three nodes agree on a "no" before the walk believes it
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a writing must be to be read by this client: the bytes of one layout, in one code."""
-
-    layout_tag: int
-    block_bytes: int
-    plane_count: int
-    k: int
-    m: int
-    kv_group: int = 0
-
-
 @dataclass
 class Hit:
-    """What was found: pieces, the rows of `found` they come from, and for each the shards that its nodes do not have."""
+    """What was found: `extents` as they stand in a ticket, in order; `ends` and `last_buckets` are theirs."""
 
-    pieces: list[Piece]
-    found: Records
-    absent: list[int]
+    extents: Records = field(default_factory=lambda: np.empty(0, EXTENT))
+    ends: list[int] = field(default_factory=list)  # in blocks of the chain
     starts: list[int] = field(default_factory=list)  # of the extents of this chain, as far as they are known
     complete: bool = True  # False: the deadline passed before all was known
-    last_buckets: list[int] = field(default_factory=list)  # by piece: time bucket of its last use before this one; 0: not known
+    last_buckets: list[int] = field(default_factory=list)  # time bucket of the last use before this one; 0: not known
     gaps: list[Gap] = field(default_factory=list)  # what is there beyond the hit, and cannot be used
+
+    @property
+    def blocks(self) -> int:
+        return self.ends[-1] if self.ends else 0
 
 
 class Lookup:
@@ -66,7 +57,7 @@ class Lookup:
         reach: Reach,
         config: ClientConfig,
         promises: Promises,
-        wanted: Wanted,
+        readable: _native.ClientReadable,
         owner: bytes,
         accept: Accept,
         class_id: int,
@@ -78,76 +69,86 @@ class Lookup:
         self._newest = reach.map.epoch
         self._config = config
         self._promises = promises
-        self._wanted = wanted
+        self._readable = readable
         self._owner = owner
         self._accept = accept
         self._class_id = class_id
         self._bucket = bucket
         self._now = now
+        self._epochs = np.array(list(reach.placements), np.uint64)
         self.intervals: list[Interval] = []  # what it did when, for a trace
-        self._refused: set[tuple[int, int]] = set()  # (start, write id) with too few shards
-        self._late: set[tuple[int, int]] = set()  # of them, those whose nodes had no time to answer
+        # Writings are named by their row of what was found: rows stay what they are.
+        self._refused: set[int] = set()  # too few shards
+        self._late: set[int] = set()  # of them, those whose nodes had no time to answer
+        self._promised: dict[int, tuple[int, int]] = {}  # shards that are not there, time bucket of the last use before
         self._some_down = False  # when it began: such nodes were not asked
-        self._absent: dict[tuple[int, int], int] = {}  # promised in this lookup: shards that are not there
-        self._last: dict[tuple[int, int], int] = {}  # and the time bucket of its last use before
 
     def run(self, keys: U8, deadline: float) -> Hit:
         """`deadline` on time.monotonic()."""
         began = time.monotonic_ns()
         if time.monotonic() >= deadline:  # answers that came by luck would make the outcome depend on the scheduler
-            return Hit([], np.empty(0, FOUND), [], complete=False)
+            return Hit(complete=False)
         health = self._core.health()
         self._some_down = bool((health == DOWN).any())
         plan = Planner(self._placements, keys, health)
-        call = self._core.discover(self._owner, self._newest, keys)
+        call = self._core.discover(self._owner, self._newest, keys, self._readable)
         call.ask(*plan.first(), True)
         complete = self._settle(call, plan, deadline)
         self.intervals.append(("kvstore.discover", began, time.monotonic_ns()))
         checked = np.zeros(len(keys), bool)
         while True:
-            found = self._usable(call)
-            candidates = self._candidates(found)
-            pieces = cover(candidates)
-            reach = pieces[-1].end if pieces else 0
+            found: Records = call.found().view(FOUND)
+            pieces, starts = call.walk(self._epochs, self._unusable(found))
+            walk: Records = pieces.view(PIECE)
+            reach = int(walk["end"][-1]) if len(walk) else 0
             if reach < len(keys) and time.monotonic() < deadline:
-                doubtful = self._doubtful(call, found, candidates, reach, checked)
+                doubtful = self._doubtful(call, starts, reach, checked)
                 if len(doubtful):
                     checked[doubtful] = True
                     began = time.monotonic_ns()
                     complete &= self._check(call, plan, doubtful, deadline)
                     self.intervals.append(("kvstore.discover", began, time.monotonic_ns()))
                     continue
-            short = self._promise(keys, found, pieces, deadline)
+            rows = walk["row"].tolist()
+            short = self._promise(call, found, rows, deadline)
             if not short:
                 break
             self._refused.update(short)
             if time.monotonic() >= deadline:  # no time for another walk: what holds before the first gap is the hit
                 self._late.update(short)
-                ids = found["write_id"].tolist()
-                gap = next(at for at, piece in enumerate(pieces) if (piece.candidate.start, ids[piece.candidate.row]) in self._refused)
-                pieces, complete = pieces[:gap], False
+                walk, complete = walk[: next(at for at, row in enumerate(rows) if row in self._refused)], False
                 break
-        names = [(piece.candidate.start, int(found["write_id"][piece.candidate.row])) for piece in pieces]
-        absent, last = [self._absent[name] for name in names], [self._last[name] for name in names]
-        reach = pieces[-1].end if pieces else 0
-        gaps = self._gaps(found, reach) if reach < len(keys) else []
-        return Hit(pieces, found, absent, self._known_starts(found, call), complete, last, gaps)
+        promised = [self._promised[row] for row in walk["row"].tolist()]
+        ends = walk["end"].tolist()
+        extents: Records = call.extents(walk.view(np.uint8), np.array([absent for absent, _ in promised], np.uint64)).view(EXTENT)
+        gaps = self._gaps(found, ends[-1] if ends else 0, len(keys))
+        return Hit(extents, ends, call.starts().tolist(), complete, [last for _, last in promised], gaps)
 
-    def _gaps(self, found: Records, reach: int) -> list[Gap]:
+    def _gaps(self, found: Records, reach: int, blocks: int) -> list[Gap]:
         """What was found beyond the hit, and why it is of no use."""
-        gaps = []
-        columns = (found[name].tolist() for name in ("start", "match", "write_id", "fidelity", "depth", "write_epoch"))
-        for start, match, write_id, fidelity, depth, epoch in zip(*columns, strict=True):
-            if start + match > reach:
-                gaps.append(Gap(start, start + match, self._useless((start, write_id), fidelity, depth, epoch)))
-        return gaps
+        if reach >= blocks:
+            return []
+        ends = found["start"] + found["match"]
+        return [
+            Gap(int(found["start"][row]), int(ends[row]), self._useless(found[row], row)) for row in np.flatnonzero(ends > reach).tolist()
+        ]
 
-    def _useless(self, name: tuple[int, int], fidelity: int, depth: int, epoch: int) -> Miss | None:
-        if name in self._late:
+    def _useless(self, writing: Records, row: int) -> Miss | None:
+        if row in self._late:
             return Miss.DEADLINE
-        if name in self._refused or epoch not in self._placements:
+        if row in self._refused or int(writing["write_epoch"]) not in self._placements:
             return Miss.LOST_SHARDS
-        return None if self._accept.takes(fidelity, depth) else Miss.FIDELITY
+        return None if self._accept.takes(int(writing["fidelity"]), int(writing["depth"])) else Miss.FIDELITY
+
+    def _unusable(self, found: Records) -> U32:
+        """Rows that the walk leaves out."""
+        odd = found["fidelity"] != FidelityKind.EXACT  # what is exact everybody takes
+        rows = list(self._refused)
+        if odd.any():
+            rows += [
+                row for row in np.flatnonzero(odd).tolist() if not self._accept.takes(int(found["fidelity"][row]), int(found["depth"][row]))
+            ]
+        return np.array(rows, np.uint32)
 
     # --- discovery ---
 
@@ -175,88 +176,54 @@ class Lookup:
         call.ask(*plan.elsewhere(doubtful, OTHERS_ASKED), True)
         return self._settle(call, plan, deadline)
 
-    def _usable(self, call: _native.ClientDiscover) -> Records:
-        """The writings that this client can read."""
-        found: Records = call.found().view(FOUND)
-        want = self._wanted
-        fits = (
-            (found["layout_tag"] == want.layout_tag)
-            & (found["block_bytes"] == want.block_bytes)
-            & (found["plane_count"] == want.plane_count)
-            & (found["k"] == want.k)
-            & (found["m"] == want.m)
-            & (found["kv_group"] == want.kv_group)
-            & (found["cipher"] == 0)
-            & (found["start_block"] == found["start"])
-        )
-        return found if fits.all() else found[fits]
-
-    def _candidates(self, found: Records) -> list[Candidate]:
-        takes, epochs = self._accept.takes, self._placements
-        out = []
-        columns = (found[name].tolist() for name in ("start", "match", "write_id", "fidelity", "depth", "write_epoch"))
-        for row, (start, match, write_id, fidelity, depth, epoch) in enumerate(zip(*columns, strict=True)):
-            if (start, write_id) not in self._refused and epoch in epochs and takes(fidelity, depth):
-                out.append(Candidate(start, start + match, row))
-        return out
-
-    def _doubtful(self, call: _native.ClientDiscover, found: Records, candidates: list[Candidate], reach: int, checked: Flags) -> I32:
-        """Keys whose "no" decides where the walk stops, and that were not checked yet."""
+    def _doubtful(self, call: _native.ClientDiscover, starts: U32, reach: int, checked: Flags) -> I32:
+        """Keys whose "no" decides where the walk stops, and that were not checked yet. `starts`: of what the walk chose from."""
         known = np.zeros(len(checked), bool)
-        known[[c.start for c in candidates]] = True
+        known[starts] = True
         doubt = np.zeros(len(checked), bool)
         doubt[max(0, reach - EXTENT_BLOCKS_MAX + 1) : reach + 1] = True
-        if len(found):
-            earlier = call.earlier()
-            doubt[earlier[earlier < len(checked)]] = True
+        doubt[call.earlier()] = True  # in front of a writing that was found
         if checked.any() and (checked & known).any():
             doubt[reach:] = True  # one node's "no" was wrong once: none is believed from here on
         return np.flatnonzero(doubt & ~known & ~checked).astype(np.int32)
 
-    def _known_starts(self, found: Records, call: _native.ClientDiscover) -> list[int]:
-        return sorted(set(call.earlier().tolist()) | set(found["start"].tolist()))
-
     # --- promise ---
 
-    def _promise(self, keys: U8, found: Records, pieces: list[Piece], deadline: float) -> list[tuple[int, int]]:
-        """Promises and touches what is not promised yet. The writings that have too few shards; none: all of them hold."""
-        todo: list[tuple[tuple[int, int], bytes, Candidate]] = []
-        write_ids = found["write_id"].tolist()
-        for piece in pieces:
-            name = piece.candidate.start, write_ids[piece.candidate.row]
-            if name in self._absent:
-                continue
-            key = keys[name[0]].tobytes()
-            kept = self._promises.get(key, name[1], self._bucket, self._class_id, self._now)
-            if kept is not None:
-                self._absent[name], self._last[name] = kept, self._bucket
-            else:
-                todo.append((name, key, piece.candidate))
-        if not todo:
+    def _promise(self, call: _native.ClientDiscover, found: Records, rows: list[int], deadline: float) -> list[int]:
+        """Promises and touches what is not promised yet. The rows that have too few shards; none: all of them hold."""
+        rows = [row for row in rows if row not in self._promised]
+        joined = call.names(np.array(rows, np.uint32)).tobytes()
+        names = [joined[at : at + NAME.itemsize] for at in range(0, len(joined), NAME.itemsize)]
+        kept = self._promises.get(names, self._bucket, self._class_id, self._now)
+        if kept:
+            self._promised.update((row, (kept[name], self._bucket)) for row, name in zip(rows, names, strict=True) if name in kept)
+            rows = [row for row in rows if row not in self._promised]
+            names = [name for name in names if name not in kept]
+        if not rows:
             return []
-        rows = np.array([c.row for _, _, c in todo])
-        extent_keys = keys[[name[0] for name, _, _ in todo]]
-        nodes = nodes_of_writings(self._placements, extent_keys, found["write_epoch"][rows])
-        call = self._core.promise(
+        in_frames = np.frombuffer(b"".join(names), np.uint8).reshape(-1, NAME.itemsize)
+        nodes = nodes_of_writings(self._placements, in_frames, found["write_epoch"][rows])
+        promise = self._core.promise(
             self._owner, self._newest, self._bucket, PROMISE_PIN | PROMISE_TOUCH, self._class_id, self._config.promise_seconds,
-            names_of(extent_keys, found["write_id"][rows]), nodes, self._wanted.k,
+            in_frames, nodes, self._readable.k,
         )  # fmt: skip
         began = time.monotonic_ns()
-        self._await_promises(call, deadline)
+        self._await_promises(promise, deadline)
         self.intervals.append(("kvstore.promise", began, time.monotonic_ns()))
-        masks, answered, last = call.masks().tolist(), call.answered().tolist(), call.last_buckets().tolist()
-        short = []
-        for (name, key, _), mask, done, before in zip(todo, masks, answered, last, strict=True):
-            if mask.bit_count() < self._wanted.k:
-                short.append(name)
+        masks, answered, last = promise.masks().tolist(), promise.answered().tolist(), promise.last_buckets().tolist()
+        short, held = [], {}
+        for row, name, mask, done, before in zip(rows, names, masks, answered, last, strict=True):
+            if mask.bit_count() < self._readable.k:
+                short.append(row)
                 continue
-            self._absent[name], self._last[name] = done & ~mask, before
-            self._promises.put(key, name[1], self._bucket, self._class_id, self._now, done & ~mask)
+            held[name] = done & ~mask
+            self._promised[row] = held[name], before
+        self._promises.put(held, self._bucket, self._class_id, self._now)
         if short and self._some_down:
             # A node that was down a moment ago may be back, and now it decides: not asking it would be a miss that need not be.
             self._some_down = False
             self._core.retry_down()
-            return self._promise(keys, found, pieces, deadline)
+            return self._promise(call, found, short, deadline)
         return short
 
     def _await_promises(self, call: _native.ClientPromise, deadline: float) -> None:

@@ -19,15 +19,15 @@ Records = npt.NDArray[Any]
 # struct Found of client_small.hpp
 FOUND: Final = np.dtype(
     [
-        ("write_id", "<u8"), ("shard_mask", "<u8"), ("write_epoch", "<u8"), ("layout_tag", "<u8"),
-        ("start", "<u4"), ("match", "<u4"), ("node", "<u4"), ("earlier_at", "<u4"), ("earlier_count", "<u4"),
-        ("start_block", "<u4"), ("kv_group", "<u4"), ("pg", "<u4"), ("block_bytes", "<u4"),
-        ("block_count", "<u2"), ("depth", "<u2"),
-        ("fidelity", "u1"), ("retention_class", "u1"), ("k", "u1"), ("m", "u1"), ("cipher", "u1"), ("plane_count", "u1"),
-        ("zero", "u1", (10,)),
+        ("write_id", "<u8"), ("write_epoch", "<u8"), ("start", "<u4"), ("match", "<u4"),
+        ("depth", "<u2"), ("fidelity", "u1"), ("zero", "u1", (5,)),
     ]
 )  # fmt: skip
 assert FOUND.itemsize == _native.FOUND_BYTES
+
+# struct Piece of walk.hpp: blocks [start, end) are read from row `row` of what was found, an extent that begins at block `first`
+PIECE: Final = np.dtype([("start", "<u4"), ("end", "<u4"), ("first", "<u4"), ("row", "<u4")])
+assert PIECE.itemsize == _native.PIECE_BYTES
 
 # WritingName of wire.hpp
 NAME: Final = np.dtype([("extent_key", "u1", (32,)), ("write_id", "<u8")])
@@ -68,3 +68,8 @@ def names_of(keys: U8, write_ids: U64) -> U8:
     names[:, :32] = keys
     names[:, 32:] = np.ascontiguousarray(write_ids, "<u8").view(np.uint8).reshape(-1, 8)
     return names
+
+
+def name_of(extent_key: bytes, write_id: int) -> bytes:
+    """One of them, 40 bytes."""
+    return extent_key + write_id.to_bytes(8, "little")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 KEPT_MAX: Final = 1 << 16  # about 15 MB
@@ -17,32 +18,36 @@ class _Promise(NamedTuple):
 
 
 class Promises:
-    """By extent key and write id. Safe to share between threads."""
+    """By name: extent key and write id, as NAME of kvstore/client/native.py has them. Safe to share between threads."""
 
     def __init__(self, reuse_seconds: float) -> None:
         self._reuse_seconds = reuse_seconds
         self._lock = threading.Lock()
-        self._kept: dict[tuple[bytes, int], _Promise] = {}
+        self._kept: dict[bytes, _Promise] = {}
 
-    def get(self, key: bytes, write_id: int, bucket: int, class_id: int, now: float) -> int | None:
-        """The shards that are not there (a mask), or None when nodes must be asked: the promise is old, or this bucket's touch is due."""
-        kept = self._kept.get((key, write_id))
-        if kept is None or kept.until <= now or kept.bucket != bucket or kept.class_id != class_id:
-            return None
-        return kept.absent
+    def get(self, names: Iterable[bytes], bucket: int, class_id: int, now: float) -> dict[bytes, int]:
+        """Of those that nodes need not be asked for: shards that are not there, a mask. Others are old, or this bucket's touch is due."""
+        found = {}
+        for name in names if self._kept else ():
+            kept = self._kept.get(name)
+            if kept is not None and kept.until > now and kept.bucket == bucket and kept.class_id == class_id:
+                found[name] = kept.absent
+        return found
 
-    def put(self, key: bytes, write_id: int, bucket: int, class_id: int, now: float, absent: int) -> None:
+    def put(self, absent: Mapping[bytes, int], bucket: int, class_id: int, now: float) -> None:
+        """By name: the shards whose nodes do not have them."""
         if self._reuse_seconds <= 0:
             return
         with self._lock:
-            if len(self._kept) >= KEPT_MAX:
+            if len(self._kept) + len(absent) > KEPT_MAX:
                 self._kept = {name: p for name, p in self._kept.items() if p.until > now}
-                if len(self._kept) >= KEPT_MAX:
+                if len(self._kept) + len(absent) > KEPT_MAX:
                     self._kept.clear()
-            seconds = min(self._reuse_seconds, ABSENT_REUSE_SECONDS) if absent else self._reuse_seconds
-            self._kept[key, write_id] = _Promise(now + seconds, bucket, class_id, absent)
+            for name, mask in absent.items():
+                seconds = min(self._reuse_seconds, ABSENT_REUSE_SECONDS) if mask else self._reuse_seconds
+                self._kept[name] = _Promise(now + seconds, bucket, class_id, mask)
 
-    def forget(self, key: bytes, write_id: int) -> None:
+    def forget(self, name: bytes) -> None:
         """A load found less than was promised."""
         with self._lock:
-            self._kept.pop((key, write_id), None)
+            self._kept.pop(name, None)

@@ -17,7 +17,7 @@ from collections import deque
 from typing import Any, Final
 
 from kvstore.client.counters import Counters
-from kvstore.client.native import BAD_SHARD
+from kvstore.client.native import BAD_SHARD, name_of
 from kvstore.client.promises import Promises
 from kvstore.client.reach import Reaches
 from kvstore.wire import Status, Verb, encode_suspect
@@ -133,4 +133,4 @@ class Suspects:
                 continue
             for (_, _, extent_key, write_id, _), (said,) in zip(mine, struct.iter_unpack("<I", body), strict=True):
                 self._counters.bad_shards_told(_RESULTS.get(said, "busy"), 1)
-                self._promises.forget(extent_key, write_id)  # the next lookup hears what became of it
+                self._promises.forget(name_of(extent_key, write_id))  # the next lookup hears what became of it

@@ -22,7 +22,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from kvstore.client.native import U8, U64, Records
+from kvstore.client.native import NAME, U8, U64, Records
 from kvstore.client.values import Fidelity, FidelityKind
 from kvstore.errors import ConfigError, MisuseError, ProtocolError
 
@@ -101,6 +101,11 @@ class Ticket:
     def write_ids(self) -> U64:
         ids: U64 = self.extents["write_id"]
         return ids
+
+    @property
+    def names(self) -> list[bytes]:
+        """Key and write id of each extent, as requests have them (NAME of kvstore/client/native.py)."""
+        return [extent.tobytes()[: NAME.itemsize] for extent in self.extents]
 
     def to_bytes(self) -> bytes:
         windows = b"".join(_encode_window(window) for window in self.windows[:WINDOWS_MAX])

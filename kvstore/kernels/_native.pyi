@@ -359,7 +359,20 @@ class Store:
 # --- client.cpp: use kvstore.client, which checks arguments. ValueError for shapes that do not fit; Closed; MisuseError after a fork.
 
 FOUND_BYTES: int
+PIECE_BYTES: int
 BAD_SHARD_BYTES: int
+
+def cover(candidates: _U32) -> _U8:
+    """The walk (kernels/walk.hpp). `candidates` (n, 3): start, end, row. Its pieces, in order; kvstore.client.native.PIECE."""
+
+class ClientReadable:
+    """What a writing must be for its bytes to be read by a client."""
+
+    def __init__(self, layout_tag: int, block_bytes: int, plane_count: int, k: int, m: int, kv_group: int) -> None: ...
+    @property
+    def layout_tag(self) -> int: ...
+    @property
+    def k(self) -> int: ...
 
 class ClientDiscover:
     """One discovery; struct Found of client_small.hpp, here as bytes, is kvstore.client.native.FOUND."""
@@ -370,9 +383,23 @@ class ClientDiscover:
     def wait(self, timeout_seconds: float) -> bool:
         """True when every key has its answers, something failed, or nobody owes an answer."""
 
-    def found(self) -> _U8: ...
+    def found(self) -> _U8:
+        """The writings that can be read. Rows stay; later answers add some."""
+
     def earlier(self) -> _U32:
         """Starts of earlier extents that some writing names."""
+
+    def starts(self) -> _U32:
+        """Those, and where what was found starts; in order, each once."""
+
+    def walk(self, epochs: _U64, refused: _U32) -> tuple[_U8, _U32]:
+        """(pieces of the longest prefix, starts of the writings it chose from): of those written in `epochs`, without rows `refused`."""
+
+    def names(self, rows: _U32) -> _U8:
+        """(n * 40): extent key and write id of these rows of what was found."""
+
+    def extents(self, pieces: _U8, absent: _U64) -> _U8:
+        """Of a ticket (kvstore.client.ticket.EXTENT). `absent`: by piece, the shards that its nodes do not have."""
 
     def answers(self) -> _U8:
         """By key: nodes that looked at it."""
@@ -452,7 +479,7 @@ class ClientCore:
         """`directories`: the addresses are window directories, of which call_many alone is understood. `transport`: of reads: tcp, auto or
         rdma; with rdma ConfigError E145 to E148 where there is none here; E149 where the device has no GID of that index (-1: its best)."""
 
-    def discover(self, owner: bytes, epoch: int, keys: _U8) -> ClientDiscover: ...
+    def discover(self, owner: bytes, epoch: int, keys: _U8, readable: ClientReadable) -> ClientDiscover: ...
     def promise(
         self,
         owner: bytes,

@@ -1,9 +1,4 @@
-"""Which extents to read: interval cover over what discovery found.
-
-Chains cross writers, extents overlap, and any block range inside an extent can be read. So the longest prefix is found by reach: of all
-extents that start at or before it, the one whose match ends furthest moves it on. (Taking the longest extent that starts exactly where the
-last one ended is wrong: one that starts a little earlier may reach further. tests/test_client_walk.py compares with exhaustive search.)
-"""
+"""Plain reference of the walk in kernels/walk.hpp, which says why it is so. The oracle of its tests."""
 
 from __future__ import annotations
 
