@@ -13,7 +13,7 @@ demo:           ## a 12-node cluster on a real trace, two nodes killed, every by
 	@.venv/bin/kvstore demo $(if $(filter no,$(ENGINE)),--no-engine) $(ARGS)
 
 test: setup     ## all tests; SIZE=full runs the long ones too; ARGS goes to pytest
-	@$(PY) -m pytest -n 2 --dist worksteal --durations=20 $(ARGS)
+	@scripts/test $(ARGS)
 
 sanitize: setup ## the native core under ASan with UBSan and under TSan: the store, the window directory, RDMA in a guest (an hour)
 	@SIZE=full $(PY) -m pytest tests/test_store_sanitized.py tests/test_directory_sanitized.py tests/test_verbs_sanitized.py $(ARGS)

@@ -353,11 +353,11 @@ void bind_client(nanobind::module_& m) {
       .def("starts", [](Discover& d) { return array_of(d.call->starts()); })
       .def(
           "walk",
-          [](Discover& d, const Longs1& epochs, const Words1& refused) {
-            auto walk = d.call->walk({epochs.data(), epochs.size()}, {refused.data(), refused.size()});
+          [](Discover& d, uint32_t rows, const Longs1& epochs, const Words1& refused) {
+            auto walk = d.call->walk(rows, {epochs.data(), epochs.size()}, {refused.data(), refused.size()});
             return nb::make_tuple(rows_of(std::move(walk.pieces)), array_of(std::move(walk.starts)));
           },
-          "epochs"_a.noconvert(), "refused"_a.noconvert())
+          "rows"_a, "epochs"_a.noconvert(), "refused"_a.noconvert())
       .def(
           "names", [](Discover& d, const Words1& rows) { return rows_of(d.call->names({rows.data(), rows.size()})); }, "rows"_a.noconvert())
       .def(

@@ -303,14 +303,16 @@ std::vector<uint32_t> DiscoverCall::starts() const {
   return out;
 }
 
-DiscoverCall::Walk DiscoverCall::walk(std::span<const uint64_t> epochs, std::span<const uint32_t> refused) const {
+DiscoverCall::Walk DiscoverCall::walk(uint32_t rows, std::span<const uint64_t> epochs, std::span<const uint32_t> refused) const {
   std::vector<Candidate> candidates;
   Walk out;
   {
     std::lock_guard lock(mutex_);
-    for (uint32_t row = 0; row < found_.size(); row++) {
+    std::vector<bool> out_of_question(rows);
+    for (const uint32_t row : refused) out_of_question.at(row) = true;
+    for (uint32_t row = 0; row < std::min(rows, uint32_t(found_.size())); row++) {
       const Found& f = found_[row];
-      if (std::ranges::find(refused, row) != refused.end() || std::ranges::find(epochs, f.write_epoch) == epochs.end()) continue;
+      if (out_of_question[row] || std::ranges::find(epochs, f.write_epoch) == epochs.end()) continue;
       candidates.push_back({f.start, f.start + f.match, row});
       out.starts.push_back(f.start);
     }

@@ -134,9 +134,10 @@ class DiscoverCall final : public Call {
   std::vector<uint32_t> earlier() const;
   std::vector<uint32_t> starts() const;         // of extents of this chain, as far as they are known, in order
   std::vector<uint8_t> answers() const;         // per key: nodes that looked at it
-  // The walk over what was found, without rows of `refused` and what was written in no epoch of `epochs`.
+  // The walk over the first `rows` of what was found (those that its caller has looked at), without those of `refused` and what was
+  // written in no epoch of `epochs`.
   struct Walk { std::vector<Piece> pieces; std::vector<uint32_t> starts; };   // and where the writings start that it chose from
-  Walk walk(std::span<const uint64_t> epochs, std::span<const uint32_t> refused) const;
+  Walk walk(uint32_t rows, std::span<const uint64_t> epochs, std::span<const uint32_t> refused) const;
   std::vector<wire::WritingName> names(std::span<const uint32_t> rows) const;
   std::vector<TicketExtent> extents(std::span<const Piece> pieces, std::span<const uint64_t> absent) const;
   std::vector<int32_t> take_failed();           // keys of requests that failed since the last call

@@ -46,7 +46,7 @@ def one_torch_thread() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`long` runs with SIZE=full only, `gpu` where there is one; torch is imported only if some test asks for it.
 
-    The guest comes first: it takes the longest, and at the end one worker would wait for it with nothing left to steal.
+    The guest comes first where it runs with the others: at the end one worker would wait for it with nothing left to steal.
     """
     items.sort(key=lambda item: item.path.name != "test_verbs_guest.py")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

@@ -14,6 +14,7 @@ from faultpeer import Peer, PeerCluster, Raw
 
 from kvstore import wire
 from kvstore.client import Accept, Client, ClientConfig, Clock, Fidelity
+from kvstore.client.native import FOUND, PIECE
 from kvstore.client.planner import Planner
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.keys import block_tags
@@ -60,6 +61,26 @@ def test_a_whole_hit_asks_few_nodes_and_promises_at_all_twelve(cluster: PeerClus
         assert client.lookup(keys).hit_blocks == 200
         assert 200 <= sum(len(peer.discovered) for peer in cluster.peers) <= 600, "each key at one node, at most three where one is late"
         until_all_promised(cluster, 12)
+
+
+def test_the_walk_takes_only_rows_that_its_caller_has_looked_at(cluster: PeerCluster) -> None:
+    """An answer may come between the two: what it adds has passed none of the caller's checks."""
+    with Client(cluster.map, layout=SMALL, config=NO_REUSE) as client, client._reaches.using() as reach:
+        keys = chain(128, SMALL)
+        store(client, keys, lengths=[64, 64])
+        call = reach.core.discover(client.owner, reach.map.epoch, keys, client._readable)
+        call.ask(*Planner(reach.placements, keys, reach.core.health()).first(), True)
+        assert call.wait(WAIT_SECONDS)
+        found = call.found().view(FOUND)
+        assert sorted(found["start"].tolist()) == [0, 64]
+        epochs, nothing = np.array([reach.map.epoch], np.uint64), np.empty(0, np.uint32)
+        for seen in range(3):
+            pieces, starts = call.walk(seen, epochs, nothing)
+            assert starts.tolist() == found["start"][:seen].tolist()
+            assert all(row < seen for row in pieces.view(PIECE)["row"])
+        assert pieces.view(PIECE)["end"].tolist() == [64, 128]
+        assert not call.walk(2, epochs + 1, nothing)[1].size, "an epoch that nobody has a map of"
+        assert call.walk(2, epochs, np.array([0], np.uint32))[1].tolist() == found["start"][1:].tolist()
 
 
 def until_all_promised(cluster: PeerCluster, count: int) -> None:

@@ -13,14 +13,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import KvstoreError
+
+if TYPE_CHECKING:  # rich costs a tenth of a second: it is imported by what prints with it, never for --json
+    from rich.console import Console
+    from rich.progress import Progress
 
 _WIDE: Final = 400  # off a terminal nothing is wrapped: lines are for grep
 STYLES: Final = {"ok": "green", "WARN": "yellow", "warn": "yellow", "ERR": "bold red", "FAIL": "bold red", "skip": "dim", "INFO": "cyan"}
@@ -63,9 +63,13 @@ class Output:
     returned: Result = field(default_factory=Result)
     framed: bool = False
 
-    def __post_init__(self) -> None:
-        self.stdout = _console(sys.stdout, self.color)
-        self.stderr = _console(sys.stderr, self.color)
+    @cached_property
+    def stdout(self) -> Console:
+        return _console(sys.stdout, self.color)
+
+    @cached_property
+    def stderr(self) -> Console:
+        return _console(sys.stderr, self.color)
 
     # --- for people ---
 
@@ -77,6 +81,8 @@ class Output:
     def step(self, word: str, name: str, text: str = "") -> None:
         """ " ok  checks     61 GB free": how start-ups, demos and doctors tick their list."""
         if not self.json:
+            from rich.markup import escape
+
             style = STYLES.get(word, "")
             head = f"[{style}]{escape(f'{word:>4}')}[/]" if style else escape(f"{word:>4}")
             self.stdout.print(f"{head}  {escape(f'{name:<10}')} {escape(text)}".rstrip(), highlight=False, soft_wrap=True)
@@ -85,6 +91,9 @@ class Output:
         """Plain columns: names left, numbers right, no lines. A column is right-aligned if its first cell is a number."""
         if self.json:
             return
+        from rich.markup import escape
+        from rich.table import Table
+
         table = Table(box=None, title=title, title_justify="left", pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for at, column in enumerate(columns):
             number = bool(rows) and _is_number(rows[0][at])
@@ -108,11 +117,15 @@ class Output:
 
     def warn(self, text: str) -> None:
         """Always shown, on stderr."""
+        from rich.markup import escape
+
         self.stderr.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def progress(self, label: str, total: float | None, *, unit: str = "") -> Iterator[Bar]:
         """A bar on stderr while the block runs; nothing off a terminal, with --json or -q."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         shown = self.stderr.is_terminal and not self.json and not self.quiet and os.environ.get("TERM") != "dumb"
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
         with Progress(*columns, console=self.stderr, transient=True, disable=not shown) as bars:
@@ -180,6 +193,8 @@ def _is_number(cell: Any) -> bool:
 
 def _console(stream: Any, color: str) -> Console:
     """Colour: the flag beats NO_COLOR beats FORCE_COLOR; none off a terminal."""
+    from rich.console import Console
+
     terminal = bool(stream.isatty())
     plain = color == "never" or (color == "auto" and ("NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"))
     forced = color == "always" or (color == "auto" and not plain and "FORCE_COLOR" in os.environ)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
@@ -35,6 +36,7 @@ BATCH_MAX: Final = 64
 KEYS_AT_ONCE: Final = 1 << 12  # asked in one round: a node answers its half in half a millisecond
 LINGER_SECONDS: Final = 0.05  # one batch for the lookups of so long
 ASK_SECONDS: Final = 2.0
+GIVE_WAY_SECONDS: Final = 50e-6  # long enough for a thread that waits for the interpreter to wake up and take it
 NODES_ASKED: Final = 2  # about each key: a node that was down while it happened remembers nothing
 
 
@@ -164,6 +166,7 @@ class Accounts:
                     self._log.append(account.unix_ms, account.retention_class, parts, account.lookup_seconds, account.keys)
             except Exception:
                 log.exception("a lookup could not be accounted for")
+            _give_way()
 
     def _split(self, account: Account) -> Split:
         hit, step = account.hit, self._bucket_seconds
@@ -191,9 +194,10 @@ class Accounts:
     def _ask_some(self, reach: Reach, batch: list[Account], whose: I64s, blocks: I64s, keys: U8) -> None:
         """All of it in arrays: what runs here takes the interpreter from lookups that somebody waits for."""
         lists = _nodes(reach, keys)
+        _give_way()
         frames = by_node(lists, np.unique(lists).tolist(), WHY_KEYS_MAX)
         requests = [(node, int(Verb.WHY), encode_why(keys[mine].tobytes(), owner=self._owner)) for node, mine in frames]
-        answers = reach.core.call_many(requests, ASK_SECONDS)
+        answers = reach.core.call_many(requests, ASK_SECONDS)  # lets go of the interpreter
         for (_, mine), (status, answer) in zip(frames, answers, strict=True):
             if status != 0 or len(answer) < 8 or (len(answer) - 8) % GHOST.itemsize:
                 continue
@@ -202,6 +206,11 @@ class Accounts:
                     index = mine[row["ordinal"]]
                     tags = row["tags"][: row["blocks"]].tobytes()
                     batch[whose[index]].ghosts.append(Ghost(int(blocks[index]), int(row["reason"]), int(row["last_bucket"]), tags))
+
+
+def _give_way() -> None:
+    """A thread that wants the interpreter from one that computes gets it after 5 ms (sys.getswitchinterval): two lookups' time."""
+    time.sleep(GIVE_WAY_SECONDS)
 
 
 def _nodes(reach: Reach, keys: U8) -> I32:

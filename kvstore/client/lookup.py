@@ -98,7 +98,7 @@ class Lookup:
         checked = np.zeros(len(keys), bool)
         while True:
             found: Records = call.found().view(FOUND)
-            pieces, starts = call.walk(self._epochs, self._unusable(found))
+            pieces, starts = call.walk(len(found), self._epochs, self._unusable(found))  # late answers add rows at any time
             walk: Records = pieces.view(PIECE)
             reach = int(walk["end"][-1]) if len(walk) else 0
             if reach < len(keys) and time.monotonic() < deadline:

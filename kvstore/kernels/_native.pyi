@@ -392,8 +392,9 @@ class ClientDiscover:
     def starts(self) -> _U32:
         """Those, and where what was found starts; in order, each once."""
 
-    def walk(self, epochs: _U64, refused: _U32) -> tuple[_U8, _U32]:
-        """(pieces of the longest prefix, starts of the writings it chose from): of those written in `epochs`, without rows `refused`."""
+    def walk(self, rows: int, epochs: _U64, refused: _U32) -> tuple[_U8, _U32]:
+        """(pieces of the longest prefix, starts of the writings it chose from): of the first `rows` that were found, those written in
+        `epochs`, without `refused`."""
 
     def names(self, rows: _U32) -> _U8:
         """(n * 40): extent key and write id of these rows of what was found."""
