@@ -4,8 +4,11 @@
 // it takes the candidates (the healthiest nodes; of these, those of most such lists), and from them chooses few nodes in all.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -20,6 +23,7 @@ using namespace nb::literals;
 using Lists = nb::ndarray<const int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Words = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;   // of one epoch: (placement groups, shards) of nodes
 
 constexpr uint32_t KEYS_PER_NODE = 256;                    // about 50 us of a daemon's time: more nodes would cost more in messages than they save
 constexpr uint32_t KEYS_PER_NODE_MIN = KEYS_PER_NODE / 8;  // a node that stands in fewer lists is not worth a search
@@ -46,15 +50,29 @@ struct Candidates {
 class Asking {
  public:
   Asking(const Lists& lists, const Bytes1& health, uint64_t seed)
-      : epochs_(uint32_t(lists.shape(0))),
-        keys_(uint32_t(lists.shape(1))),
-        shards_(uint32_t(lists.shape(2))),
-        seed_(seed),
-        lists_(lists.data(), lists.data() + lists.size()),
-        health_(health.data(), health.data() + health.size()),
-        asked_(keys_, NOBODY) {
-    need(epochs_ && shards_ && std::all_of(lists_.begin(), lists_.end(), [this](uint32_t node) { return node < health_.size(); }),
-         "lists: (epochs, keys, shards) of nodes whose health is given");
+      : Asking(uint32_t(lists.shape(0)), uint32_t(lists.shape(1)), uint32_t(lists.shape(2)), health, seed) {
+    own_.assign(lists.data(), lists.data() + lists.size());
+    for (size_t at = 0; at < rows_.size(); at++) rows_[at] = own_.data() + at * shards_;
+    check();
+  }
+
+  // By the tables of placement groups, which are read where they lie: a key's group is the top bits of its first 4 bytes.
+  Asking(std::vector<Table> tables, const Bytes2& keys, const Bytes1& health, uint64_t seed)
+      : Asking(uint32_t(tables.size()), uint32_t(keys.shape(0)), tables.empty() ? 0 : uint32_t(tables[0].shape(1)), health, seed) {
+    need(keys.shape(1) >= 4, "keys: (n, 32)");
+    for (uint32_t e = 0; e < epochs_; e++) {
+      const size_t groups = tables[e].shape(0);
+      need(std::has_single_bit(groups) && groups <= size_t(1) << 31 && tables[e].shape(1) == shards_, "tables: (2^n, shards)");
+      const int bits = std::countr_zero(groups);
+      for (uint32_t k = 0; k < keys_; k++) {
+        uint32_t front;
+        std::memcpy(&front, keys.data() + size_t(k) * keys.shape(1), 4);
+        const size_t group = bits ? __builtin_bswap32(front) >> (32 - bits) : 0;
+        rows_[size_t(e) * keys_ + k] = tables[e].data() + group * shards_;
+      }
+    }
+    tables_ = std::move(tables);
+    check();
   }
 
   Asks first() {
@@ -105,10 +123,32 @@ class Asking {
   uint32_t keys() const { return keys_; }
   size_t nodes() const { return health_.size(); }
 
+  // keys.size() lists, those of each key in an epoch by its position.
+  std::vector<int32_t> lists_of(const Words& keys, const Words& epochs) const {
+    std::vector<int32_t> out;
+    out.reserve(keys.size() * shards_);
+    for (size_t i = 0; i < keys.size(); i++) {
+      const int32_t* at = rows_.at(size_t(epochs(i)) * keys_ + keys(i));
+      out.insert(out.end(), at, at + shards_);
+    }
+    return out;
+  }
+
  private:
   static constexpr uint32_t NOBODY = UINT32_MAX;
 
-  const uint32_t* list(uint32_t epoch, uint32_t key) const { return lists_.data() + (size_t(epoch) * keys_ + key) * shards_; }
+  Asking(uint32_t epochs, uint32_t keys, uint32_t shards, const Bytes1& health, uint64_t seed)
+      : epochs_(epochs), keys_(keys), shards_(shards), seed_(seed), rows_(size_t(epochs) * keys), health_(health.data(), health.data() + health.size()),
+        asked_(keys_, NOBODY) {
+    need(epochs_ && shards_, "lists: of an epoch, and a shard, at least");
+  }
+
+  void check() const {
+    for (const int32_t* row : rows_)
+      need(std::all_of(row, row + shards_, [this](int32_t node) { return uint32_t(node) < health_.size(); }), "lists: of nodes whose health is given");
+  }
+
+  const uint32_t* list(uint32_t epoch, uint32_t key) const { return reinterpret_cast<const uint32_t*>(rows_[size_t(epoch) * keys_ + key]); }
 
   bool stands(uint32_t epoch, uint32_t key, uint32_t node) const {
     const uint32_t* at = list(epoch, key);
@@ -218,7 +258,9 @@ class Asking {
   struct Ask { uint32_t node, before; };
   const uint32_t epochs_, keys_, shards_;
   const uint64_t seed_;
-  const std::vector<uint32_t> lists_;
+  std::vector<int32_t> own_;
+  std::vector<Table> tables_;
+  std::vector<const int32_t*> rows_;   // by epoch and key: a list, in own_ or tables_
   std::vector<uint8_t> health_;
   std::vector<uint32_t> asked_;   // by key: its last of asks_
   std::vector<Ask> asks_;
@@ -233,6 +275,16 @@ void bind_asking(nanobind::module_& m) {
   using namespace kv;
   nb::class_<Asking>(m, "Asking")
       .def(nb::init<const Lists&, const Bytes1&, uint64_t>(), "lists"_a.noconvert(), "health"_a.noconvert(), "seed"_a)
+      .def(nb::init<std::vector<Table>, const Bytes2&, const Bytes1&, uint64_t>(), "tables"_a.noconvert(), "keys"_a.noconvert(), "health"_a.noconvert(),
+           "seed"_a)
+      .def(
+          "lists_of",
+          [](Asking& self, const Words& keys, const Words& epochs) {
+            need(keys.size() == epochs.size(), "lists_of: an epoch for each key");
+            for (size_t i = 0; i < keys.size(); i++) need(keys(i) < self.keys(), "keys: of those given");
+            return array_of(self.lists_of(keys, epochs));
+          },
+          "keys"_a.noconvert(), "epochs"_a.noconvert())
       .def("first", [](Asking& self) { return pair_of(self.first()); })
       .def(
           "elsewhere",

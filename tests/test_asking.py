@@ -17,7 +17,7 @@ from kvstore.client.planner import KEYS_PER_NODE, Planner
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.kernels._native import Asking
 from kvstore.kernels.asking_reference import candidates
-from kvstore.placement import Placement
+from kvstore.placement import Placement, lists_by_epoch, nodes_of_writings
 from kvstore.wire import Verb
 
 SEEDS = range(40)
@@ -110,6 +110,20 @@ def test_many_keys_are_spread_over_few_nodes_others_each_time(epochs: int) -> No
     assert len(used) > 6, "not the same nodes each time"
 
 
+@pytest.mark.parametrize(("epochs", "more"), [(1, 0), (3, 0), (4, 2)])
+def test_tables_read_where_they_lie_are_the_lists_of_the_keys(epochs: int, more: int) -> None:
+    lists, keys, seed = placements(epochs, more=more), chain(300, SMALL), 7
+    health = np.zeros(12 + more * (epochs - 1), np.uint8)
+    of_tables = Asking([lists[epoch].table() for epoch in sorted(lists, reverse=True)], keys, health, seed)
+    of_lists = Asking(lists_by_epoch(lists, keys), health, seed)
+    for one, other in zip(of_tables.first(), of_lists.first(), strict=True):
+        assert np.array_equal(one, other)
+    rng = np.random.default_rng(seed)
+    some, written = rng.integers(0, 300, 50).astype(np.uint32), rng.choice(list(lists), 50).astype(np.uint64)
+    found = Planner(lists, keys, health).nodes_of(some, written.tolist())
+    assert np.array_equal(found, nodes_of_writings(lists, keys[some], written))
+
+
 def test_keys_beyond_what_all_nodes_together_take_at_once_are_spread_evenly() -> None:
     held = Counter(Planner(placements(2), chain(8000, SMALL), np.zeros(12, np.uint8)).first()[1].tolist())
     assert len(held) == 12 and max(held.values()) < 4 * KEYS_PER_NODE
@@ -181,3 +195,14 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         asking.elsewhere(np.array([4], np.int32), 1)
     with pytest.raises(ValueError, match="late"):
         asking.avoid(np.array([1], np.uint32))
+    keys, table, health = np.zeros((4, 32), np.uint8), np.zeros((8, 12), np.int32), np.zeros(1, np.uint8)
+    for tables in ([], [table[:6]], [table, np.zeros((8, 11), np.int32)], [table + np.int32(1)]):
+        with pytest.raises(ValueError, match=r"lists|tables"):
+            Asking(tables, keys, health, 0)
+    by_tables = Asking([table, table[:1]], keys, health, 0)
+    with pytest.raises(ValueError, match="keys"):
+        by_tables.lists_of(np.array([4], np.uint32), np.array([0], np.uint32))
+    with pytest.raises(ValueError, match="lists_of"):
+        by_tables.lists_of(np.array([3], np.uint32), np.array([0, 1], np.uint32))
+    with pytest.raises(IndexError):
+        by_tables.lists_of(np.array([3], np.uint32), np.array([2], np.uint32))

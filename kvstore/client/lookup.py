@@ -27,9 +27,9 @@ from kvstore.client.ticket import EXTENT
 from kvstore.client.tracing import Interval
 from kvstore.client.values import Accept, FidelityKind
 from kvstore.kernels import _native
-from kvstore.placement import nodes_of_writings
 
 EXTENT_BLOCKS_MAX: Final = 64
+_EXACT: Final = int(FidelityKind.EXACT)
 OTHERS_ASKED: Final = 2  # beside the first: three nodes agree on a "no" before the walk believes it
 
 
@@ -110,7 +110,7 @@ class Lookup:
                     self.intervals.append(("kvstore.discover", began, time.monotonic_ns()))
                     continue
             rows = walk["row"].tolist()
-            short = self._promise(call, found, rows, deadline)
+            short = self._promise(plan, call, found, rows, deadline)
             if not short:
                 break
             self._refused.update(short)
@@ -142,7 +142,7 @@ class Lookup:
 
     def _unusable(self, found: Records) -> U32:
         """Rows that the walk leaves out."""
-        odd = found["fidelity"] != FidelityKind.EXACT  # what is exact everybody takes
+        odd = found["fidelity"] != _EXACT  # what is exact everybody takes
         rows = list(self._refused)
         if odd.any():
             rows += [
@@ -189,7 +189,7 @@ class Lookup:
 
     # --- promise ---
 
-    def _promise(self, call: _native.ClientDiscover, found: Records, rows: list[int], deadline: float) -> list[int]:
+    def _promise(self, plan: Planner, call: _native.ClientDiscover, found: Records, rows: list[int], deadline: float) -> list[int]:
         """Promises and touches what is not promised yet. The rows that have too few shards; none: all of them hold."""
         rows = [row for row in rows if row not in self._promised]
         joined = call.names(np.array(rows, np.uint32)).tobytes()
@@ -202,7 +202,7 @@ class Lookup:
         if not rows:
             return []
         in_frames = np.frombuffer(b"".join(names), np.uint8).reshape(-1, NAME.itemsize)
-        nodes = nodes_of_writings(self._placements, in_frames, found["write_epoch"][rows])
+        nodes = plan.nodes_of(found["start"][rows], found["write_epoch"][rows].tolist())
         promise = self._core.promise(
             self._owner, self._newest, self._bucket, PROMISE_PIN | PROMISE_TOUCH, self._class_id, self._config.promise_seconds,
             in_frames, nodes, self._readable.k,
@@ -223,7 +223,7 @@ class Lookup:
             # A node that was down a moment ago may be back, and now it decides: not asking it would be a miss that need not be.
             self._some_down = False
             self._core.retry_down()
-            return self._promise(call, found, short, deadline)
+            return self._promise(plan, call, found, short, deadline)
         return short
 
     def _await_promises(self, call: _native.ClientPromise, deadline: float) -> None:

@@ -6,7 +6,7 @@ A key has a list of nodes in each live epoch of the map; a node of all lists is 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvstore.client.native import I32, U8, U32
 from kvstore.kernels import _native
-from kvstore.placement import Placement, lists_by_epoch
+from kvstore.placement import Placement
 
 KEYS_PER_NODE: Final = 256  # as in kernels/asking.cpp
 _Rows = npt.NDArray[np.int32]
@@ -33,7 +33,9 @@ class Planner:
     """The lists of some keys and what was asked of whom. One lookup's; not shared between threads."""
 
     def __init__(self, placements: Mapping[int, Placement], keys: U8, health: U8) -> None:
-        self._asking = _native.Asking(lists_by_epoch(placements, keys), health, random.getrandbits(30))
+        newest_first = sorted(placements, reverse=True)
+        self._position = {epoch: at for at, epoch in enumerate(newest_first)}
+        self._asking = _native.Asking([placements[epoch].table() for epoch in newest_first], keys, health, random.getrandbits(30))
 
     def first(self) -> tuple[I32, I32]:
         """(key indices, nodes) of the first round: each key once in each epoch that no common node speaks for."""
@@ -43,6 +45,11 @@ class Planner:
         """(key indices, nodes): of each of these keys up to `times` nodes of each epoch's list that were not asked yet, the same nodes for
         as many lists and keys as possible."""
         return self._asking.elsewhere(indices, times)
+
+    def nodes_of(self, indices: U32, epochs: Iterable[int]) -> I32:
+        """(n, k+m) ordinals: the list of each of these keys in an epoch, which has a placement."""
+        positions = np.fromiter((self._position[epoch] for epoch in epochs), np.uint32, len(indices))
+        return self._asking.lists_of(indices, positions).reshape(len(indices), -1)
 
     def avoid(self, late: U32) -> None:
         """Later choices take these last."""

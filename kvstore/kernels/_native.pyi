@@ -3,7 +3,8 @@
 Over 600 lines because a stub is one file a module.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -560,8 +561,16 @@ class ClientCore:
 class Asking:
     """Whom a lookup asks about which key. Not shared between threads."""
 
+    @overload
     def __init__(self, lists: _I32, health: _U8, seed: int) -> None:
         """Lists (epochs, n, k + m): nodes of each key; health as ClientCore.health(); other seeds choose others."""
+
+    @overload
+    def __init__(self, tables: Sequence[_I32], keys: _U8, health: _U8, seed: int) -> None:
+        """Of each epoch the lists of all placement groups (2^pg_bits, k + m), which must stay as they are; keys (n, 32)."""
+
+    def lists_of(self, keys: _U32, epochs: _U32) -> _I32:
+        """(len(keys) * (k + m)): the list of each of these keys in an epoch, by its position."""
 
     def first(self) -> tuple[_I32, _I32]:
         """(keys, nodes): so that of each list one node is asked."""
