@@ -6,6 +6,7 @@ import itertools
 import json
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -410,3 +411,17 @@ def test_a_disk_that_stands_still_delays_no_row_and_memory_stays_bounded(tmp_pat
     thread.join(WAIT_SECONDS)
     log.roll()
     assert (log.written, log.dropped) == (21, 5)
+
+
+def test_nobody_who_waits_for_accounts_waits_for_their_rests(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between accounts the interpreter is left to lookups. Where it comes back late, as beside threads that compute, a close would take
+    as many times that as there are accounts."""
+    monkeypatch.setattr(accounts, "REST_SECONDS", 5.0)
+    monkeypatch.setattr(accounts, "WORK_SECONDS", 0.0)
+    client = Client(cluster.map, layout=SMALL, config=NO_REUSE)
+    for _ in range(40):
+        client.lookup(chain(3, SMALL))
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 20, "the rest that it was in, and no other"
+    assert client.stats()["missed_unknown_tokens"] == 40 * 3 * 128

@@ -13,9 +13,10 @@ from client_tools import NO_REUSE, SMALL, WAIT_SECONDS, bytes_of, chain, load, p
 from faultpeer import Peer, PeerCluster, Raw
 
 from kvstore import wire
-from kvstore.client import Accept, Client, ClientConfig, Clock, Fidelity
+from kvstore.client import Accept, Client, ClientConfig, Clock, Fidelity, promises
 from kvstore.client.native import FOUND, PIECE
 from kvstore.client.planner import Planner
+from kvstore.client.promises import Promises
 from kvstore.clustermap import ClusterMap, Node
 from kvstore.keys import block_tags
 from kvstore.layout import Layout
@@ -414,3 +415,19 @@ def test_nodes_that_name_writings_without_end_do_not_hold_a_lookup_past_its_dead
         for peer in cluster.peers:
             peer.reply_rule = None
         assert client.lookup(keys).hit_blocks == 40
+
+
+def test_kept_promises_are_bounded_and_renewing_them_drops_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promises, "KEPT_MAX", 100)
+    kept = Promises(30.0)
+    names = [bytes([number]) * 40 for number in range(100)]
+    kept.put(dict.fromkeys(names, 0), 1, 2, now=0.0)
+    kept.put(dict.fromkeys(names[:50], 4), 1, 2, now=0.5)
+    assert kept.get(names, 1, 2, now=0.6) == {name: 4 if at < 50 else 0 for at, name in enumerate(names)}
+    assert not kept.get(names, 2, 2, now=0.6) and not kept.get(names, 1, 3, now=0.6) and len(kept.get(names, 1, 2, now=2.0)) == 50
+    kept.put({b"new": 0}, 1, 2, now=2.0)
+    assert set(kept.get([*names, b"new"], 1, 2, now=2.1)) == {*names[50:], b"new"}, "what was over made room"
+    kept.put({number.to_bytes(40, "big"): 0 for number in range(1, 300)}, 1, 2, now=3.0)
+    assert len(kept.get([number.to_bytes(40, "big") for number in range(1, 300)], 1, 2, now=3.1)) == 100
+    kept.forget(names[50])
+    assert not kept.get(names[50:51], 1, 2, now=3.1)

@@ -124,11 +124,13 @@ class Output:
     @contextlib.contextmanager
     def progress(self, label: str, total: float | None, *, unit: str = "") -> Iterator[Bar]:
         """A bar on stderr while the block runs; nothing off a terminal, with --json or -q."""
+        if self.json or self.quiet or os.environ.get("TERM") == "dumb" or not self.stderr.is_terminal:
+            yield Bar(None, None)
+            return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        shown = self.stderr.is_terminal and not self.json and not self.quiet and os.environ.get("TERM") != "dumb"
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
-        with Progress(*columns, console=self.stderr, transient=True, disable=not shown) as bars:
+        with Progress(*columns, console=self.stderr, transient=True) as bars:
             yield Bar(bars, bars.add_task(label, total=total))
 
     # --- for programs ---
@@ -173,13 +175,14 @@ class Output:
 
 
 class Bar:
-    """A progress bar's handle."""
+    """A progress bar's handle; None: one that is not shown."""
 
-    def __init__(self, bars: Progress, task: Any) -> None:
+    def __init__(self, bars: Progress | None, task: Any) -> None:
         self._bars, self._task = bars, task
 
     def advance(self, count: float = 1, label: str | None = None) -> None:
-        self._bars.update(self._task, advance=count, description=label)
+        if self._bars is not None:
+            self._bars.update(self._task, advance=count, description=label)
 
 
 def rfc3339_now() -> str:

@@ -20,7 +20,7 @@ from kvstore.server.local import LocalCluster
 
 BLOCKS: Final = 128  # 14.6 MB: two full extents
 DEADLINE_SECONDS: Final = 20.0  # of the store, and again of the read
-AGAIN_SECONDS: Final = 0.1  # a machine with too much to do has nodes that are late: what came short is tried again until the deadline
+AGAIN_SECONDS: Final = 0.1  # and twice as long each time: where nodes are late, what came short is tried again until the deadline
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def self_test(cluster: LocalCluster) -> SelfTest:
 
 
 def _store_whole(client: Client, keys: U8, written: U8) -> None:
-    until = time.monotonic() + DEADLINE_SECONDS
+    until, pause = time.monotonic() + DEADLINE_SECONDS, AGAIN_SECONDS
     while True:
         stored = client.store(keys, written, first_block=0, retention_class="batch").result(2 * DEADLINE_SECONDS)
         if stored.outcome is StoreOutcome.STORED:
@@ -73,19 +73,20 @@ def _store_whole(client: Client, keys: U8, written: U8) -> None:
         if time.monotonic() > until:
             fix = "kvstore status tells which node is not well; read its log"
             raise StorageError("E402", "self-test", f"the store stayed {stored.outcome.value} for {DEADLINE_SECONDS:.0f} s", fix)
-        time.sleep(AGAIN_SECONDS)
+        time.sleep(pause)
+        pause *= 2
 
 
 def _read_whole(client: Client, keys: U8, block_bytes: int) -> U8:
     """A store is done with k+1 shards: with m nodes gone, the last one may still be on its way."""
-    until = time.monotonic() + DEADLINE_SECONDS
+    until, pause = time.monotonic() + DEADLINE_SECONDS, AGAIN_SECONDS
     read = np.zeros((len(keys), block_bytes), np.uint8)
     while True:
-        left = max(AGAIN_SECONDS, until - time.monotonic())
-        ticket = client.lookup(keys, retention_class="batch", deadline_seconds=left)
-        loaded = client.load(ticket, read[: ticket.hit_blocks], deadline_seconds=left)
+        ticket = client.lookup(keys, retention_class="batch", deadline_seconds=max(AGAIN_SECONDS, until - time.monotonic()))
+        loaded = client.load(ticket, read[: ticket.hit_blocks], deadline_seconds=max(AGAIN_SECONDS, until - time.monotonic()))
         if loaded.blocks == len(keys):
             return read
         if time.monotonic() > until:
             raise StorageError("E402", "self-test", f"{loaded.blocks} of {len(keys)} blocks came back", "read the logs; kvstore up --fresh")
-        time.sleep(AGAIN_SECONDS)
+        time.sleep(pause)
+        pause *= 2

@@ -36,7 +36,8 @@ BATCH_MAX: Final = 64
 KEYS_AT_ONCE: Final = 1 << 12  # asked in one round: a node answers its half in half a millisecond
 LINGER_SECONDS: Final = 0.05  # one batch for the lookups of so long
 ASK_SECONDS: Final = 2.0
-GIVE_WAY_SECONDS: Final = 50e-6  # long enough for a thread that waits for the interpreter to wake up and take it
+WORK_SECONDS: Final = 0.5e-3  # of settling in one go: who wants the interpreter meanwhile gets it after 5 ms, two lookups' time
+REST_SECONDS: Final = 50e-6  # long enough for a thread that waits for the interpreter to wake up and take it
 NODES_ASKED: Final = 2  # about each key: a node that was down while it happened remembers nothing
 
 
@@ -153,11 +154,17 @@ class Accounts:
             except Exception:  # a client that is being closed, or a bug: the lookups are counted all the same
                 log.debug("asking for reasons failed", exc_info=True)
                 self._counters.unexplained(len(batch))
-            self._settle(batch)
+            self._settle(batch, resting=True)
             if self._log is not None and self._log.due_seconds() == 0:
                 self._log.roll()
 
-    def _settle(self, batch: list[Account]) -> None:
+    def _rest(self) -> None:
+        """Leaves the interpreter to lookups. Coming back takes 5 ms beside each thread that computes: not where somebody waits."""
+        if not (self._stopping or self._hurry or len(self._queue) >= BATCH_MAX):
+            time.sleep(REST_SECONDS)
+
+    def _settle(self, batch: list[Account], *, resting: bool = False) -> None:
+        began = time.monotonic()
         for account in batch:
             try:
                 parts = self._split(account)
@@ -166,7 +173,9 @@ class Accounts:
                     self._log.append(account.unix_ms, account.retention_class, parts, account.lookup_seconds, account.keys)
             except Exception:
                 log.exception("a lookup could not be accounted for")
-            _give_way()
+            if resting and time.monotonic() - began > WORK_SECONDS:
+                self._rest()
+                began = time.monotonic()
 
     def _split(self, account: Account) -> Split:
         hit, step = account.hit, self._bucket_seconds
@@ -194,7 +203,7 @@ class Accounts:
     def _ask_some(self, reach: Reach, batch: list[Account], whose: I64s, blocks: I64s, keys: U8) -> None:
         """All of it in arrays: what runs here takes the interpreter from lookups that somebody waits for."""
         lists = _nodes(reach, keys)
-        _give_way()
+        self._rest()
         frames = by_node(lists, np.unique(lists).tolist(), WHY_KEYS_MAX)
         requests = [(node, int(Verb.WHY), encode_why(keys[mine].tobytes(), owner=self._owner)) for node, mine in frames]
         answers = reach.core.call_many(requests, ASK_SECONDS)  # lets go of the interpreter
@@ -206,11 +215,6 @@ class Accounts:
                     index = mine[row["ordinal"]]
                     tags = row["tags"][: row["blocks"]].tobytes()
                     batch[whose[index]].ghosts.append(Ghost(int(blocks[index]), int(row["reason"]), int(row["last_bucket"]), tags))
-
-
-def _give_way() -> None:
-    """A thread that wants the interpreter from one that computes gets it after 5 ms (sys.getswitchinterval): two lookups' time."""
-    time.sleep(GIVE_WAY_SECONDS)
 
 
 def _nodes(reach: Reach, keys: U8) -> I32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Final, NamedTuple
 
 KEPT_MAX: Final = 1 << 16  # about 15 MB
@@ -39,11 +40,12 @@ class Promises:
         if self._reuse_seconds <= 0:
             return
         with self._lock:
-            if len(self._kept) + len(absent) > KEPT_MAX:
+            new = sum(name not in self._kept for name in absent)
+            if len(self._kept) + new > KEPT_MAX:
                 self._kept = {name: p for name, p in self._kept.items() if p.until > now}
-                if len(self._kept) + len(absent) > KEPT_MAX:
+                if len(self._kept) + new > KEPT_MAX:
                     self._kept.clear()
-            for name, mask in absent.items():
+            for name, mask in islice(absent.items(), KEPT_MAX):
                 seconds = min(self._reuse_seconds, ABSENT_REUSE_SECONDS) if mask else self._reuse_seconds
                 self._kept[name] = _Promise(now + seconds, bucket, class_id, mask)
 
