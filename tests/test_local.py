@@ -33,6 +33,15 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
         return bool(select.select([watched], [], [], seconds)[0])
 
 
+def test_a_node_that_is_told_to_stand_still_does(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path / "c", 3, capacity_bytes=CAPACITY) as cluster:
+        for turn in range(30):
+            cluster.kill(turn % 3, signal.SIGSTOP)
+            tasks = list(Path(f"/proc/{cluster.pid(turn % 3)}/task").glob("*/stat"))
+            assert len(tasks) > 3 and {task.read_text().rpartition(")")[2].split()[0] for task in tasks} == {"T"}
+            cluster.kill(turn % 3, signal.SIGCONT)
+
+
 def test_daemons_serve_and_end_and_keep_their_directories(tmp_path: Path) -> None:
     with LocalCluster(tmp_path / "c", 3, capacity_bytes=CAPACITY) as cluster:
         assert ClusterMap.load(cluster.map_path) == cluster.map and cluster.map.epoch == 1

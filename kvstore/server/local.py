@@ -142,13 +142,18 @@ class LocalCluster:
     # --- single nodes ---
 
     def kill(self, node: int, signum: int = signal.SIGKILL) -> None:
-        """Sends a signal to one daemon; after SIGKILL or SIGTERM waits until the process is gone."""
+        """Sends a signal to one daemon; after SIGKILL or SIGTERM waits until the process is gone, after SIGSTOP until it stands still."""
         process = self._processes[node]
         if process is None:
             return
         process.send_signal(signum)
+        deadline = time.monotonic() + self.stop_seconds
         if signum in (signal.SIGKILL, signal.SIGTERM):
-            self._reap(node, process, time.monotonic() + self.stop_seconds)
+            self._reap(node, process, deadline)
+        elif signum == signal.SIGSTOP:
+            # One thread takes the signal, when it next has a processor; until then the others serve on.
+            while not _stands_still(process.pid) and time.monotonic() < deadline:
+                time.sleep(0.001)
 
     def restart(self, node: int) -> None:
         """Starts one daemon again on its directory and ports, stopping it first where it runs."""
@@ -390,6 +395,15 @@ def _udp_twin(port: int) -> socket.socket | None:
         twin.close()
         return None
     return twin
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether all threads are stopped, or gone."""
+    states = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            states.add(task.read_text().rpartition(")")[2].split()[0])
+    return states <= {"T", "t", "X", "Z"}
 
 
 def port_is_free(port: int, host: str = HOST) -> bool:
