@@ -175,7 +175,7 @@ def test_loads_into_memory_of_the_callers_own_equal_what_was_stored(site: Site) 
             place[:] = 0
             assert [ready.blocks for ready in agent.planes(ticket, place, blocks=range(5, 30))] == [25] * len(V41.planes(2))
             assert np.array_equal(place[:25], data[5:30]) and not place[25:].any()
-        assert site.agent.status()["pinned_bytes"] == 0
+        site.agent.until_free()
 
 
 def test_a_prompt_larger_than_the_quota_is_loaded_in_parts_and_staged_as_far_as_it_fits(site: Site) -> None:
@@ -563,7 +563,7 @@ def test_requests_that_lie_about_memory_are_refused(site: Site) -> None:
         with pytest.raises(ProtocolError, match="E611"):
             load = bodies.LoadAsked(b"KVT2" + bytes(200), 0, 4, False, True, None, "chat")
             attachment.ask(Kind.LOAD, load.encode()).next(time.monotonic() + 5)
-        assert site.agent.status()["pinned_bytes"] == 0
+        site.agent.until_free()
     finally:
         attachment.close()
         thread.join()
