@@ -11,7 +11,7 @@ from native_tools import build_native, build_stub
 from verbs.guest import folder_in_guest, pytest_in_guest, run_in_guest
 
 RDMA = ("KVSTORE_TRANSPORT=rdma", "KVSTORE_RDMA_DEVICE=rxe1")  # of clients; daemons take the first device, rxe0
-GUEST_SECONDS = 6000 if os.environ.get("SIZE") == "full" else 900
+GUEST_SECONDS = 6000 if os.environ.get("SIZE") == "full" else 1200
 
 # Of the clients' suite, which runs whole below: a load by plane, a decode, a fence.
 FAST = (
