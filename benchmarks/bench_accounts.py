@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from benchmarks.harness import ROOT, Bench, Figure, at_least, at_most, equal_to, interleaved, measures
 from benchmarks.prompts import LAYOUT, chain_keys, full_extents, pretouched, store_in_turns
 from benchmarks.rig import rig
-from kvstore.client import Accept, Client, ClientConfig, Fidelity, StoreOutcome
+from kvstore.client import Accept, Client, ClientConfig, Fidelity
 from kvstore.clustermap import DEFAULT_CLASSES, ClusterMap
 from kvstore.clustermap import Node as Member
 from kvstore.extents import cut
@@ -209,7 +209,7 @@ def _play(client: Client, cluster: Cluster, oracle: Oracle, clock: TraceClock, r
             data = np.zeros((len(ids) - ticket.hit_blocks, SMALL.block_bytes), np.uint8)
             fidelity = Fidelity.EXACT if exact else Fidelity.approx(1)
             done = client.store(keys, data, first_block=ticket.hit_blocks, retention_class=kind, fidelity=fidelity).result(30)
-            if done.outcome in (StoreOutcome.STORED, StoreOutcome.DEGRADED):
+            if done.outcome.readable:
                 oracle.store(keys, listed, ticket.hit_blocks, exact)
     return right, total
 

@@ -12,8 +12,6 @@ from benchmarks.harness import ROOT
 from kvstore.client import StoreOutcome
 from kvstore.server.local import LocalCluster
 
-READABLE = (StoreOutcome.STORED.name, StoreOutcome.DEGRADED.name)
-
 
 class Pressure:
     """Runs while the context is open. Prompt `seed` is chain_keys(seed, blocks, "writer"), its bytes are made from its keys."""
@@ -47,7 +45,7 @@ class Pressure:
         assert self._process.stdout
         for line in self._process.stdout:
             seed, outcome, at = line.split()
-            if outcome in READABLE:
+            if StoreOutcome[outcome].readable:
                 with self._changed:
                     self._acknowledged.append((int(seed), float(at)))
                     self._changed.notify_all()

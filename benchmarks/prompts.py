@@ -5,12 +5,13 @@ Block bytes are made from the block's key, so that a reader in another process c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client import Client, StoreOutcome
+from kvstore.client import Client
 from kvstore.kernels import _native
 from kvstore.keys import BLOCK_TOKENS, KeyChain, Namespace
 from kvstore.layout import PRESETS
@@ -18,6 +19,7 @@ from kvstore.layout import PRESETS
 LAYOUT = PRESETS["v41"]
 BLOCK_BYTES = LAYOUT.block_bytes
 FULL_EXTENT_BLOCKS = 64
+LATE_SHARDS_SECONDS = 10.0
 AGENT_EXTENTS_OF_600 = 36  # a weka prompt's chain
 AGENT_EXTENTS_P99_OF_600 = 116
 
@@ -61,14 +63,26 @@ def short_extents(blocks: int, extents_of_600: int) -> list[int]:
 
 
 def store_in_turns(client: Client, keys: Blocks, lengths: Sequence[int]) -> None:
-    """Stores a chain as extents of these lengths, one store each. Raises where one was not stored in full."""
+    """Stores a chain as extents of these lengths, one store each.
+
+    A loaded machine acknowledges some shards late: they are waited for. Raises where an extent is not stored, or is degraded and stays so.
+    """
     data = bytes_of(keys)
-    first = 0
+    first = extents = degraded = 0
+    before = client.stats()["shards_acknowledged"]
     for length in lengths:
         result = client.store(keys[: first + length], data[first : first + length], first_block=first).result(60)
-        if result.outcome is not StoreOutcome.STORED:
+        if not result.outcome.readable:
             raise RuntimeError(f"store of blocks {first} to {first + length} gave {result.outcome}")
         first += length
+        extents += result.extents_stored
+        degraded += result.extents_degraded
+    shards = extents * (client.map.k + client.map.m)
+    deadline = time.monotonic() + LATE_SHARDS_SECONDS
+    while (acknowledged := client.stats()["shards_acknowledged"] - before) < shards and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if degraded and acknowledged < shards:
+        raise RuntimeError(f"{degraded} of {extents} extents are degraded: {acknowledged} of {shards} shards after {LATE_SHARDS_SECONDS} s")
 
 
 def pretouched(blocks: int) -> Blocks:

@@ -35,13 +35,24 @@ def records_in(segment: Path) -> Iterator[tuple[bytes, int, int, int]]:
 def record_places(cluster: LocalCluster, keys: Blocks, shards: Container[int]) -> list[tuple[Path, int, int]]:
     """(file, offset, bytes) of the records of these shards of the extents that begin at one of `keys`, chain order within a node."""
     wanted = {key.tobytes(): ordinal for ordinal, key in enumerate(keys)}
-    places: list[tuple[int, int, Path, int, int]] = []
-    for node in range(NODES):
-        for segment in cluster.node_directory(node).rglob("*"):
-            if segment.is_file() and segment.suffix not in (".mdb", ".lock"):
-                places += [
-                    (wanted[key], node, segment, offset, size)
-                    for key, shard, offset, size in records_in(segment)
-                    if key in wanted and shard in shards
-                ]
+    places = [
+        (wanted[key], node, segment, offset, size)
+        for node in range(NODES)
+        for segment in segments_of(cluster, node)
+        for key, shard, offset, size in records_in(segment)
+        if key in wanted and shard in shards
+    ]
     return [(path, offset, size) for _, _, path, offset, size in sorted(places)]
+
+
+def segments_of(cluster: LocalCluster, node: int) -> list[Path]:
+    """Files of a node that may hold records: all but its index."""
+    return [path for path in cluster.node_directory(node).rglob("*") if path.is_file() and path.suffix not in (".mdb", ".lock")]
+
+
+def need_whole(cluster: LocalCluster, extents: int) -> None:
+    """Raises where a node lacks its record of an extent: a store is done with eleven of twelve, and degraded with ten."""
+    for node in range(NODES):
+        held = len({(key, shard) for segment in segments_of(cluster, node) for key, shard, _, _ in records_in(segment)})
+        if held != extents:
+            raise RuntimeError(f"node {node} holds {held} of {extents} records")

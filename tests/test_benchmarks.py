@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from client_tools import NO_REUSE, until
+from faultpeer import Gate, PeerCluster
 
+from benchmarks import prompts
 from benchmarks.__main__ import load_registry
 from benchmarks.harness import (
     REGISTRY,
@@ -25,6 +31,8 @@ from benchmarks.harness import (
     with_worst,
 )
 from benchmarks.overlap import ALIKE, PREFILL, allowed
+from benchmarks.prompts import LAYOUT, chain_keys, store_in_turns
+from kvstore.client import Client
 
 load_registry()
 IDS_OF_THE_TABLE = {
@@ -64,6 +72,40 @@ def test_measurement_runs_at_smoke_size_and_gives_its_ids(measure: Measure, tmp_
         bench.close()
     assert set(MEASUREMENTS[measure]) <= figures.keys()
     assert all(math.isfinite(figure.value) for figure in figures.values())
+
+
+@contextmanager
+def two_late_nodes() -> Iterator[tuple[Client, Gate]]:
+    """Their acknowledgements come when the gate opens; until then a store is degraded."""
+    with PeerCluster() as cluster, Client(cluster.map, layout=LAYOUT, config=NO_REUSE) as client:
+        gate = cluster.gate()
+
+        def held(serve: Callable[[object], Awaitable[None]]) -> Callable[[object], Awaitable[None]]:
+            async def late(pipe: object) -> None:
+                await gate.wait()
+                await serve(pipe)
+
+            return late
+
+        for peer in cluster.peers[:2]:
+            peer.serve = held(peer.serve)
+        yield client, gate
+
+
+def test_a_prompt_for_a_measurement_is_whole_also_where_nodes_are_late() -> None:
+    with two_late_nodes() as (client, gate):
+        storing = threading.Thread(target=lambda: store_in_turns(client, chain_keys(1, 2), [2]))
+        storing.start()
+        until(lambda: client.stats()["extents_degraded"] == 1, "a degraded store")
+        gate.open()
+        storing.join()
+        assert client.stats()["shards_acknowledged"] == 12
+
+
+def test_a_prompt_that_stays_degraded_is_none_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "LATE_SHARDS_SECONDS", 0.2)
+    with two_late_nodes() as (client, _), pytest.raises(RuntimeError, match="1 of 1 extents are degraded: 10 of 12 shards"):
+        store_in_turns(client, chain_keys(1, 2), [2])
 
 
 def test_what_planes_allow_to_hide_follows_from_their_bytes() -> None:

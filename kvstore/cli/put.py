@@ -107,7 +107,7 @@ def _store(file: IO[bytes], handle: Handle, cluster_map: ClusterMap, retention: 
             done = client.store(keys[: at + len(blocks)], blocks, first_block=at, retention_class=retention).result(timeout + STORE_SECONDS)
             if done.outcome is StoreOutcome.STALE_MAP:
                 raise stale_map(client.map, done.node_epoch)
-            if done.outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED):
+            if not done.outcome.readable:
                 what = f"blocks {at} to {at + len(blocks) - 1} could not be stored"
                 raise StorageError("E404", what, *_why_failed(client.stats(), cluster_map, timeout))
             stored += done.blocks

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvstore.client.load import Load
 from kvstore.client.ticket import Ticket
-from kvstore.client.values import Fidelity, FidelityKind, StoreOutcome
+from kvstore.client.values import Fidelity, FidelityKind
 
 if TYPE_CHECKING:
     from kvstore.client.client import Client
@@ -157,7 +157,7 @@ class Compaction:
             ticket.keys[: run.stop], rows, first_block=run.start, earlier=tuple(before),
             retention_class=ticket.retention_class, fidelity=Fidelity(FidelityKind(int(extent["fidelity"])), int(extent["depth"])),
         )  # fmt: skip
-        if stored.result(client.config.store_deadline_seconds).outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED):
+        if not stored.result(client.config.store_deadline_seconds).outcome.readable:
             return False
         client.counters.compacted(int(inside.sum()), rows.nbytes)
         return True

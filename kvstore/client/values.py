@@ -109,6 +109,11 @@ class StoreOutcome(Enum):
     FAILED = "failed"  # some extents had fewer than k acknowledgements and were withdrawn
     STALE_MAP = "stale_map"  # the same, for nodes have a newer cluster map than this client can get
 
+    @property
+    def readable(self) -> bool:
+        """Whether all of it can be loaded now."""
+        return self in (StoreOutcome.STORED, StoreOutcome.DEGRADED)
+
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:

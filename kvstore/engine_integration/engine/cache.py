@@ -162,7 +162,7 @@ class Cache:
 
     def _stored(self, result: StoreResult) -> None:
         self.count("blocks_stored", result.blocks)
-        if result.outcome not in (StoreOutcome.STORED, StoreOutcome.DEGRADED, StoreOutcome.DECLINED):
+        if not result.outcome.readable and result.outcome is not StoreOutcome.DECLINED:
             self.count("store_failures")
 
     def request(self, prompt_tokens: int, missed_tokens: int) -> RequestWindows | None:
