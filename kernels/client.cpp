@@ -263,6 +263,7 @@ nb::dict stats(ClientCore& core) {
   set("bytes_stored", s.bytes_stored.load());
   set("bytes_dropped", s.bytes_dropped.load());
   set("bytes_failed", s.bytes_failed.load());
+  set("bytes_busy", s.bytes_busy.load());
   set("shards_acknowledged", s.shards_acknowledged.load());
   set("shards_refused", s.shards_failed.load());
   set("shards_no_space", s.shards_no_space.load());

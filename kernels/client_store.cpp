@@ -215,6 +215,7 @@ void StoreExtent::on_result(WriteTask& task, Outcome result) {
     writer_.ack_delay.add(now_ns() - started_ns_);
   } else {
     count_failed(writer_.stats, result);
+    busy_ += result == outcome(Status::BUSY);
   }
   if (acks_ == k_ && enough_ns_ == 0) enough_ns_ = now_ns();
   if (outcome_ != Stored::PENDING) return;
@@ -366,7 +367,9 @@ void Writer::finished(StoreExtent& extent, const std::shared_ptr<StoreJob>& job,
     case Stored::DEGRADED: stats.extents_degraded++; [[fallthrough]];
     case Stored::STORED: stats.extents_stored++, stats.bytes_stored += bytes; break;
     case Stored::DROPPED: stats.extents_dropped++, stats.bytes_dropped += bytes; break;
-    default: stats.extents_failed++, stats.bytes_failed += bytes;
+    default:
+      stats.extents_failed++, stats.bytes_failed += bytes;
+      if (extent.too_many_busy()) stats.bytes_busy += bytes;
   }
   std::lock_guard lock(mutex_);
   job->outcomes[index] = uint8_t(outcome);

@@ -48,6 +48,7 @@ struct StorePlan {
 struct StoreStats {
   std::atomic<uint64_t> extents_stored{0}, extents_degraded{0}, extents_failed{0}, extents_dropped{0}, bytes_stored{0}, bytes_dropped{0}, bytes_failed{0},
       shards_acknowledged{0}, shards_failed{0}, shards_aside{0}, shards_given_up{0}, withdrawals{0};
+  std::atomic<uint64_t> bytes_busy{0};   // of bytes_failed: more than m nodes were busy
   std::atomic<uint64_t> shards_no_space{0}, shards_busy{0}, shards_stale_map{0}, shards_draining{0}, shards_unreachable{0};   // of shards_failed
   std::atomic<uint64_t> queued_bytes{0}, flight_bytes{0};
 };
@@ -120,6 +121,7 @@ class StoreExtent : public std::enable_shared_from_this<StoreExtent> {
   void drop();                                       // before send()
   void abandon();                                    // no loop runs any more
   uint64_t user_bytes() const { return plan().count * uint64_t(job_->plan.block_bytes); }
+  bool too_many_busy() const { return busy_ > m_; }   // locked, or finished
   uint64_t shard_frame_bytes() const { return prefix_bytes_ + payload_bytes_; }
 
  private:
@@ -142,7 +144,7 @@ class StoreExtent : public std::enable_shared_from_this<StoreExtent> {
 
   std::mutex mutex_;
   std::vector<std::shared_ptr<WriteTask>> tasks_;
-  uint32_t acks_ = 0, pending_ = 0, refers_ = 0;
+  uint32_t acks_ = 0, busy_ = 0, pending_ = 0, refers_ = 0;
   uint64_t newer_epoch_ = 0;
   Stored outcome_ = Stored::PENDING;
   bool finished_ = false;

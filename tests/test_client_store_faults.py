@@ -12,6 +12,7 @@ from faultpeer import Peer, PeerCluster
 
 from kvstore import record
 from kvstore.client import Client, ClientConfig, StoreOutcome
+from kvstore.client.metrics import client_registry
 from kvstore.layout import Layout
 from kvstore.wire import Status, Verb
 
@@ -87,6 +88,27 @@ def test_a_busy_node_is_asked_again() -> None:
         keys = chain(5, SMALL)
         assert client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS).outcome.readable
         assert len(refused) == 4
+
+
+def test_what_busy_nodes_refused_is_told_apart_from_what_failed_otherwise() -> None:
+    with PeerCluster() as cluster, Client(cluster.map, layout=SMALL) as client:
+
+        def dropped(reason: str) -> float:
+            return client_registry(client).get_sample_value("kvstore_save_dropped_bytes_total", {"reason": reason}) or 0.0
+
+        def failed() -> int:
+            keys = chain(5, SMALL)
+            assert client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS).outcome is StoreOutcome.FAILED
+            return 5 * SMALL.block_bytes
+
+        for peer in cluster.peers[:3]:
+            peer.reply_rule = refuse(Status.BUSY)
+        busy = failed()
+        assert (dropped("busy"), dropped("error")) == (busy, 0)
+        for peer in cluster.peers[:3]:
+            peer.reply_rule = refuse(Status.NO_SPACE)
+        lost = failed()
+        assert (dropped("busy"), dropped("error")) == (busy, lost)
 
 
 def test_a_node_that_takes_nothing_holds_up_neither_store_nor_memory() -> None:

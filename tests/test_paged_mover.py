@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from client_tools import NO_REUSE, Blocks, chain, cluster_of, store
+from client_tools import NO_REUSE, Blocks, chain, cluster_of, store, until
 from gpu_tools import kernels_run
 
 from kvstore.client import Client, LoadOutcome
 from kvstore.client.movers.cuda import CudaWay
 from kvstore.client.movers.interface import DoneEvent, MoveOutcome
 from kvstore.client.movers.paged import LayerPages, PagedMover, _Copies, move_layer
-from kvstore.client.streaming import stream_planes
-from kvstore.errors import ConfigError, LayoutError
+from kvstore.client.streaming import store_pages, stream_planes
+from kvstore.errors import ConfigError, DeadlineExceeded, LayoutError
 from kvstore.kernels.gpu import PageTable, Part
 from kvstore.layout import Layout, Section
 
@@ -136,11 +136,12 @@ def test_the_copy_engine_is_told_the_same(monkeypatch: pytest.MonkeyPatch, page_
     assert np.array_equal(back[:, :-1], blocks[:, :-1]) and not wide[:, :5].any()
 
 
-def test_planes_come_from_nodes_into_the_tensors_of_their_layers(tmp_path: Path) -> None:
-    """Two layers of which each is a plane; pages of an eighth of a block."""
-    layers, rows, row_bytes, blocks = 2, 128, 512, 40
+@pytest.mark.parametrize(("layers", "row_bytes", "planes"), [(2, 512, 2), (6, 4, 3), (4, 2, 1)])
+def test_planes_come_from_nodes_into_their_layers_and_go_back(tmp_path: Path, layers: int, row_bytes: int, planes: int) -> None:
+    """Layers of which each is a plane, or several are one; pages of an eighth of a block. Each tensor has its event, in order."""
+    rows, blocks = 128, 40
     layout = Layout(tuple(Section(f"layer-{i}", rows * 2 * row_bytes) for i in range(layers)))
-    assert len(layout.planes(2)) == layers
+    assert len(layout.planes(2)) == planes
     kv = [np.full((2, 400, 16, row_bytes), 0xAB, np.uint8) for _ in range(layers)]  # keys and values apart
     tensors = [LayerPages(Part((2 * i + of) * rows * row_bytes, rows, row_bytes), kv[i][of]) for i in range(layers) for of in range(2)]
     with (
@@ -153,11 +154,34 @@ def test_planes_come_from_nodes_into_the_tensors_of_their_layers(tmp_path: Path)
         data, memory = store(client, keys), mover.host_rows(blocks)
         table = np.random.default_rng(4).permutation(400)
         with stream_planes(client, client.lookup(keys), mover, table, memory) as stream:
-            for moved in stream:
-                assert moved.event.wait(5)
-                for tensor in tensors[2 * moved.plane : 2 * moved.plane + 2]:
-                    assert np.array_equal(bytes_of(tensor), expected(tensor, data, table))
+            for number, moved in enumerate(stream):
+                assert moved.event.wait(5) and mover.ends_in(moved.columns) == [number]
+                assert moved.plane == number * planes // len(tensors)
+                assert np.array_equal(bytes_of(tensors[number]), expected(tensors[number], data, table))
         assert (stream.outcome, stream.blocks) == (LoadOutcome.COMPLETE, blocks)
+        memory[:] = 0
+        again = chain(blocks, layout)  # what lies in the pages becomes another prompt
+        future = store_pages(client, again, mover, table[: mover.pages_for(blocks)], memory, first_block=0)
+        assert future.result(20).blocks == blocks and np.array_equal(memory, data)
+        until(lambda: client.lookup(again).hit_blocks == blocks, "the last shards")
+        place = np.empty_like(data)
+        assert client.load(client.lookup(again), place).blocks == blocks and np.array_equal(place, data)
+
+
+def test_pages_that_do_not_come_in_time_are_not_stored(tmp_path: Path) -> None:
+    tensors = tensors_of(8, 4, "cpu")
+    layout = Layout((Section("block", BLOCK_BYTES),))
+    with (
+        cluster_of(tmp_path, 3, k=2, m=1) as cluster,
+        Client(cluster.map, layout=layout, config=NO_REUSE) as client,
+        PagedMover("cpu", tensors, BLOCK_BYTES) as mover,
+    ):
+        keys, table = chain(4, layout), range(mover.pages_for(4))
+        with pytest.raises(DeadlineExceeded, match="E220"):
+            store_pages(client, keys, mover, table, mover.host_rows(4), first_block=0, deadline_seconds=0)
+        with pytest.raises(LayoutError, match="E514"):
+            store_pages(client, keys, mover, table[1:], mover.host_rows(4), first_block=0)
+        assert client.stats()["extents_stored"] == 0 and client.lookup(keys).hit_blocks == 0
 
 
 def test_tensors_that_one_table_does_not_serve_are_refused() -> None:

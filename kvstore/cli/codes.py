@@ -273,7 +273,7 @@ ERRORS: Final = {
     "E210": ErrorCode("something took longer than it was given", ("a loaded cluster",), "wait longer"),
     "E213": ErrorCode("the agent takes no more workers now", ("it drains", "it has as many as --workers says"), "wait, or end one"),
     "E214": ErrorCode("no agent answers at that socket", ("none runs", "another path", "it hangs"), "kvstore agent, or --socket PATH"),
-    "E220": ErrorCode("a layer did not reach the device in time", ("the device is busy or stuck",), "kvstore doctor --measure"),
+    "E220": ErrorCode("a layer did not come in time", ("the device is busy or stuck",), "kvstore doctor --measure"),
     "E221": ErrorCode("a GPU or an RDMA device refuses what it was asked", ("its driver", "it fell off the bus"), "nvidia-smi, dmesg"),
     "E301": ErrorCode("refused for safety", ("it would overwrite or erase something",), "add the flag that the message names"),
     "E303": ErrorCode("a repair was not confirmed", ("no terminal to ask on",), "add --yes"),

@@ -1,6 +1,6 @@
-"""Path A as one iterator: a ticket's blocks go from the nodes through host memory into an engine's pages, plane after plane.
+"""Path A as one iterator: a ticket's blocks go from the nodes through host memory into an engine's pages, layer after layer.
 
-    nodes --planes--> rows, in memory that the mover was given --mover--> pages[table[i]]
+    nodes --planes--> rows, in memory that the mover was given --layers, mover--> pages[table[i]]
 
     with stream_planes(client, ticket, mover, table, rows) as stream:
         for moved in stream:                # in order: whole, checked, and on its way to its pages
@@ -8,9 +8,14 @@
             ...                             # layers whose rows lie in moved.columns may be launched, for moved.blocks blocks
     stream.blocks, stream.outcome           # the pages of so many blocks are whole
 
-While one plane moves, the next is waited for. When the `with` block is left, however that comes about, the load has ended and nothing reads
-`rows` or writes pages any more. Only planes that were checked are moved: the page of a block that is not counted holds, column by column,
-what it held before or that block's right bytes.
+A plane comes whole from the nodes; where the pages have a tensor for each layer, a plane of several is moved one by one, each with an event
+(Mover.layers_in). While one moves, the next plane is waited for. When the `with` block is left, however that comes about, the load is over
+and nothing reads `rows` or writes pages any more. Only planes that were checked are moved: the page of a block that is not counted holds,
+column by column, what it held before or that block's right bytes.
+
+The way back, for what an engine has computed:
+
+    future = store_pages(client, keys, mover, table, rows, first_block=n)    # rows: blocks n and following, of pages[table[i]]
 """
 
 from __future__ import annotations
@@ -28,19 +33,22 @@ from kvstore.client.client import Client
 from kvstore.client.load import BegunLoads, Hedge, checked_blocks
 from kvstore.client.movers.interface import Event, Move, MoveOutcome, Mover
 from kvstore.client.native import U8
+from kvstore.client.store import StoreFuture
 from kvstore.client.ticket import Ticket
-from kvstore.client.values import LoadOutcome, LoadResult, PlaneReady
-from kvstore.errors import LayoutError
+from kvstore.client.values import Fidelity, LoadOutcome, LoadResult, PlaneReady
+from kvstore.errors import DeadlineExceeded, LayoutError, Unreachable
+from kvstore.keys import Keys
 
 LOAD_SECONDS: Final = 10.0  # as ClientConfig has it
+GATHER_SECONDS: Final = 5.0  # blocks into host RAM: far more than the slowest mover needs
 MOVE_SECONDS: Final = 1.0  # after the load's deadline, for what had come by then: far more than the slowest mover needs
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneMoved:
-    """Plane `plane` of the first `blocks` blocks is on its way; `columns` of their pages are good once `event` is done.
+    """Of plane `plane` of the first `blocks` blocks, `columns` are on their way: good once `event` is done. All of it, or a layer.
 
-    Later planes may come for fewer blocks."""
+    Later ones may come for fewer blocks."""
 
     plane: int
     blocks: int
@@ -70,9 +78,10 @@ class PlaneStream:
         self.result: LoadResult | None = None  # of the load alone
         self.lost = False
         self._source, self._columns, self._mover, self._table = source, columns, mover, table
+        self._parts = [(plane, part) for plane, whole in enumerate(columns) for part in mover.layers_in(whole)]
         self._load_end = time.monotonic() + deadline_seconds
         self._cancelled = threading.Event()
-        self._moved = 0
+        self._moved = 0  # of parts
         self._ahead: PlaneReady | None = None  # has come, and is for a move of fewer blocks
         self._planes = source.planes()
         # Begun now: what does not fit is refused before a byte is asked for, and what the caller's CUDA stream was told so far comes first.
@@ -105,12 +114,12 @@ class PlaneStream:
             pass
         self.result = self._source.finish()
         blocks = min(blocks, self.result.blocks)
-        if in_time and blocks and not self._cancelled.is_set() and (left := self._columns[self._moved :]):
+        if in_time and blocks and not self._cancelled.is_set() and (left := self._parts[self._moved :]):
             # At the deadline: these blocks are whole, though no plane was for all that were asked for.
-            move = self._move(blocks, iter(left))
+            move = self._move(blocks, (part for _, part in left))
             yield from self._each(move, blocks)
             in_time = move.outcome is MoveOutcome.COMPLETE
-        whole = in_time and self._moved == len(self._columns)
+        whole = in_time and self._moved == len(self._parts)
         self.blocks = blocks if whole else 0
         self.outcome = self.result.outcome if in_time else LoadOutcome.TIMEOUT
         if self._cancelled.is_set() and not whole:
@@ -123,7 +132,7 @@ class PlaneStream:
             if self._ahead is None or self._ahead.blocks != blocks:
                 return
             ready, self._ahead = self._ahead, None
-            yield self._columns[ready.plane]
+            yield from self._mover.layers_in(self._columns[ready.plane])
 
     def _move(self, blocks: int, columns: Iterator[slice]) -> Move:
         table = self._table[: self._mover.pages_for(blocks)]
@@ -138,7 +147,7 @@ class PlaneStream:
                     if one is None:
                         break
                     self._moved += 1
-                    yield PlaneMoved(self._moved - 1, blocks, one.columns, one.event)
+                    yield PlaneMoved(self._parts[self._moved - 1][0], blocks, one.columns, one.event)
         finally:
             self.lost |= move.lost
 
@@ -224,3 +233,33 @@ def stream_planes(
         source.cancel()
         source.release()
         raise
+
+
+def store_pages(
+    storer: Client | Agent | WorkerAgent,
+    keys: Keys,
+    mover: Mover,
+    table: Any,
+    rows: U8,
+    *,
+    first_block: int,
+    retention_class: str = "chat",
+    fidelity: Fidelity = Fidelity.EXACT,
+    deadline_seconds: float = GATHER_SECONDS,
+) -> StoreFuture:
+    """Gathers blocks from the pages that `table` names into `rows` (n, block_bytes): keys[first_block : first_block + n]. Stores them.
+
+    When this returns, the pages are the engine's again: what the caller's CUDA stream was told before comes first. `rows`, of the mover's
+    host_rows() or adopted, must stay as they are until the future is done (a WorkerAgent has copied them by then). Bytes of a block that no
+    page holds are stored as they are in `rows`. `deadline_seconds`: of the gathering.
+
+    Raises LayoutError E514, E517 for rows or a table that do not fit, DeadlineExceeded E220 where pages did not come in time, Unreachable
+    E221 where the device failed and `rows` must never be used again, and what `storer` raises where its store() does."""
+    with mover.move(rows, table, [slice(0, mover.row_bytes)], to_device=False, deadline_seconds=deadline_seconds) as move:
+        for _ in move:
+            pass
+    if move.lost:
+        raise Unreachable("E221", "pages to store", "the device holds on to them and to the rows", "never use either again")
+    if move.outcome is not MoveOutcome.COMPLETE:
+        raise DeadlineExceeded("E220", "pages to store", f"did not come into host RAM in {deadline_seconds:g} s", "give it more time")
+    return storer.store(keys, rows, first_block=first_block, retention_class=retention_class, fidelity=fidelity)

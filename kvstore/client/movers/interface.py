@@ -212,6 +212,10 @@ class Mover(ABC):
         """Of a table: how many it names for so many blocks."""
         return blocks
 
+    def layers_in(self, columns: slice) -> list[slice]:
+        """These columns of a block, cut where a layer of the pages is whole: each part is worth an event of its own."""
+        return [columns]
+
     def move(
         self,
         rows: U8,

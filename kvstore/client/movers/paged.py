@@ -8,13 +8,14 @@ block and a page have in common, gcd(part.rows, page rows) rows, is a *unit*, an
 
     unit u = block x units of a block + i     lies in page table[u // units of a page], at slot u % units of a page
 
-A tensor's rows move with the columns in which its part ends: those of a plane bring all tensors that are whole with it.
+A tensor's rows move with the columns in which its part ends. What comes plane by plane is moved tensor by tensor, each with its event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,10 @@ class PagedMover(Mover):
     def ends_in(self, columns: slice) -> list[int]:
         """Tensors whose last byte of a block lies there."""
         return [number for number, each in enumerate(self.layers) if columns.start < each.stop <= columns.stop]
+
+    def layers_in(self, columns: slice) -> list[slice]:
+        ends = sorted({self.layers[number].stop for number in self.ends_in(columns)} | {columns.stop})
+        return [slice(first, end) for first, end in pairwise([columns.start, *ends])]
 
     def units(self, blocks: int, places: Places) -> tuple[Places, Places]:
         """Page and slot of each unit: (blocks, units of a block)."""
