@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from client_tools import SMALL, WAIT_SECONDS, chain, cluster_of, store, until
+from client_tools import NO_REUSE, SMALL, WAIT_SECONDS, chain, cluster_of, load, store, until
 
-from kvstore.client import Accept, Client, ClientConfig, Fidelity
+from kvstore.client import Accept, Client, ClientConfig, Fidelity, StoreOutcome
+from kvstore.client.agent.activity import AgentActivity
 from kvstore.client.agent.agent import Agent
 from kvstore.client.agent.config import AgentConfig, reachable
 from kvstore.client.agent.frames import PeerConfig
@@ -26,7 +28,9 @@ from kvstore.errors import Closed, ConfigError, MisuseError
 from kvstore.kernels import _native
 from kvstore.keys import Keys
 from kvstore.metrics import flat_values
+from kvstore.units import format_bytes
 
+MIB = 1 << 20
 TICKET_KEY = bytes(range(32))
 PATIENT = {
     "directory_seconds": 5.0,
@@ -166,9 +170,9 @@ def test_blocks_load_through_the_agent_as_through_its_client(world: World) -> No
     ticket = agent.lookup(keys, input_tokens=5 * 128 + 134)
     place = np.zeros_like(data)
     assert agent.load(ticket, place).blocks == 5 and (place == data).all()
-    for load in (lambda: agent.planes(ticket, place), lambda: agent.planes_with(None, ticket, place)):
+    for begin in (lambda: agent.planes(ticket, place), lambda: agent.planes_with(None, ticket, place)):
         place[:] = 0
-        assert [ready.blocks for ready in load()] == [5] * len(SMALL.planes(2)) and (place == data).all()
+        assert [ready.blocks for ready in begin()] == [5] * len(SMALL.planes(2)) and (place == data).all()
     assert agent.store(keys, data, first_block=0).result(WAIT_SECONDS).blocks == 5
 
 
@@ -460,3 +464,24 @@ def test_directories_are_the_cluster_maps_by_default(world: World) -> None:
 )
 def test_loopback_addresses_are_told_to_directories_of_this_host_alone(address: str, directories: list[str], told: bool) -> None:
     assert reachable(address, directories) == told
+
+
+def test_a_log_line_for_each_span_in_which_something_happened(tmp_path: Path) -> None:
+    activity = AgentActivity()
+    with cluster_of(tmp_path, 3, k=2, m=1) as cluster, Client(cluster.map, layout=SMALL, config=NO_REUSE) as client:
+
+        def line() -> str:
+            return activity.line([client.stats()], 3 * MIB, 12 * MIB, 10.0)
+
+        assert line() == ""
+        keys = chain(40, SMALL)
+        data = store(client, keys)
+        assert line() == f"load 0 B/s, save {format_bytes(data.nbytes / 10)}/s, queue 0, pinned 25 %"
+        ticket = client.lookup(np.concatenate([keys, chain(40, SMALL)]))
+        assert load(client, ticket)[0].blocks == 40
+        assert line() == f"load {format_bytes(data.nbytes / 10)}/s, save 0 B/s, lookup 0.1/s, hit 50 %, queue 0, pinned 25 %"
+        assert line() == ""
+        for node in range(2):
+            cluster.kill(node)
+        assert client.store(keys, data, first_block=0).result(WAIT_SECONDS).outcome is StoreOutcome.FAILED
+        assert line().endswith(f"not saved {format_bytes(data.nbytes)}")

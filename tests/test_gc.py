@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from client_tools import until
 from store_tools import (
     NO_SPACE,
     NOT_FOUND,
@@ -291,6 +293,25 @@ def test_a_ghost_tells_last_use_class_and_how_far_the_writing_went(store: Store)
         (1, Gone.EXPIRED, AGENT, 95, first_bytes[1]),
         (1, Gone.EXPIRED, CHAT, 90, first_bytes[2]),
     ]
+
+
+def test_golden_ghosts_are_what_is_written_and_read(tmp_path: Path) -> None:
+    golden = Path(__file__).with_name("golden") / "ghosts-v2.ghost"
+    new = record_of(6, blocks=9, bucket=95, write_id=2, retention_class=AGENT)
+    gone = [record_of(5, blocks=40, shard=3, bucket=100), record_of(6, blocks=2, bucket=90, write_id=1), new]
+    writer = Store(str(tmp_path / "writer"), virtual_clock=True)
+    put_all(writer, gone)
+    writer.evict([row for _, row, _ in writer.peek(CHAT, OWNER, 10)], Gone.EVICTED)
+    writer.evict([row for _, row, _ in writer.peek(AGENT, OWNER, 10)], Gone.EXPIRED)
+    want = writer.ghosts(OWNER, keys_of(gone[0], new))
+    writer.close()
+    assert (tmp_path / "writer" / "ghosts" / "0.ghost").read_bytes() == golden.read_bytes()
+    (tmp_path / "reader" / "ghosts").mkdir(parents=True)
+    shutil.copy(golden, tmp_path / "reader" / "ghosts" / "0.ghost")
+    reader = Store(str(tmp_path / "reader"), virtual_clock=True)
+    until(lambda: reader.ghosts(OWNER, keys_of(gone[0], new)) == want, "the file to be read")
+    assert len(want) == 3 and reasons(reader, OWNER, keys_of(gone[0])) == [Gone.EVICTED]
+    reader.close()
 
 
 def test_thousands_of_ghosts_are_found_again_after_a_restart(tmp_path: Path) -> None:

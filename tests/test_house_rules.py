@@ -23,7 +23,7 @@ RANKS = {
     "replay": 3,
     "live": 3,
     "plan": 3,
-    "demo": 3,
+    "observe": 3,
     "report": 3,
     "doctor": 3,
     "__main__": 4,

@@ -1,4 +1,4 @@
-"""A daemon is killed under write load again and again: the measurement `kill9` with a hundred kills; `make bench` does a thousand."""
+"""A daemon is killed under write load again and again: the measurement `kill9` with a hundred kills; of full size it has a thousand."""
 
 from __future__ import annotations
 

@@ -141,6 +141,17 @@ def test_lost_files_are_made_again_from_the_segments(tmp_path: Path, lost: str) 
     assert_as_before(tmp_path, records, "rebuild")
 
 
+def test_the_golden_state_is_read_and_its_lines_are_those_that_are_written(tmp_path: Path) -> None:
+    golden = (Path(__file__).with_name("golden") / "state-v1.txt").read_text()
+    records = filled(tmp_path)
+    Store(str(tmp_path)).close()
+    written = (tmp_path / "state").read_text()
+    assert [line.split(" ")[0] for line in written.splitlines()] == [line.split(" ")[0] for line in golden.splitlines()]
+    (tmp_path / "state").write_text(golden)
+    assert_as_before(tmp_path, records, "clean")
+    assert (tmp_path / "state").read_text().splitlines()[:2] == golden.splitlines()[:2], "the directory's id stays"
+
+
 def test_a_state_file_with_a_flipped_bit_is_not_believed(tmp_path: Path) -> None:
     records = filled(tmp_path)
     raw = bytearray((tmp_path / "state").read_bytes())

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from prometheus_client import generate_latest
 
+from kvstore.client.agent.activity import LINE_SECONDS, AgentActivity
 from kvstore.client.agent.agent import Agent
 from kvstore.client.agent.arena import Arena, lock_memory, make_memory
 from kvstore.client.agent.bodies import Hello
@@ -399,10 +400,16 @@ class AgentProcess:
 
     def serve_until_stopped(self) -> int:
         """Returns the exit code: 0 after a drain in which nothing was cut off, else 1."""
+        activity, told = AgentActivity(), time.monotonic()
         while not self._wake.wait(LOOK_SECONDS):
             self.look_at_map()
             for agent in self.agents:
                 agent.peers.close_idle()
+            if (now := time.monotonic()) - told >= LINE_SECONDS:
+                stats = [agent.client.stats() for agent in self.agents]
+                if line := activity.line(stats, self.arena.taken_bytes, self.quota_bytes, now - told):
+                    self.log.info(line)
+                told = now
         drained = self.drain(self._drain_seconds, self._drain_to)
         self.close()
         return 0 if drained.finished else 1
