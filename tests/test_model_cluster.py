@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from client_tools import WAIT_SECONDS, cluster_of
+from client_tools import WAIT_SECONDS, cluster_of, until_whole
 
 from kvstore.client import Client, ClientConfig, LoadOutcome
 from kvstore.clustermap import ClusterMap
@@ -86,6 +86,7 @@ def test_another_process_resumes_from_the_cluster_to_the_same_bits_with_two_node
         with Client(cluster.map, layout=model.layout, config=CONFIG) as client:
             result = client.store(keys_of(model, PROMPT), blocks, first_block=0).result(WAIT_SECONDS)
             assert result.outcome.readable and result.blocks == 12
+            until_whole(client, keys_of(model, PROMPT))
         cluster.kill(3)
         cluster.kill(8)
         entry = tmp_path / "entry"
