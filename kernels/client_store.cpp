@@ -368,8 +368,8 @@ void Writer::finished(StoreExtent& extent, const std::shared_ptr<StoreJob>& job,
     case Stored::STORED: stats.extents_stored++, stats.bytes_stored += bytes; break;
     case Stored::DROPPED: stats.extents_dropped++, stats.bytes_dropped += bytes; break;
     default:
-      stats.extents_failed++, stats.bytes_failed += bytes;
-      if (extent.too_many_busy()) stats.bytes_busy += bytes;
+      stats.extents_failed++;
+      (extent.too_many_busy() ? stats.bytes_busy : stats.bytes_failed) += bytes;
   }
   std::lock_guard lock(mutex_);
   job->outcomes[index] = uint8_t(outcome);

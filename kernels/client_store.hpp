@@ -48,7 +48,7 @@ struct StorePlan {
 struct StoreStats {
   std::atomic<uint64_t> extents_stored{0}, extents_degraded{0}, extents_failed{0}, extents_dropped{0}, bytes_stored{0}, bytes_dropped{0}, bytes_failed{0},
       shards_acknowledged{0}, shards_failed{0}, shards_aside{0}, shards_given_up{0}, withdrawals{0};
-  std::atomic<uint64_t> bytes_busy{0};   // of bytes_failed: more than m nodes were busy
+  std::atomic<uint64_t> bytes_busy{0};   // failed, too: more than m nodes were busy
   std::atomic<uint64_t> shards_no_space{0}, shards_busy{0}, shards_stale_map{0}, shards_draining{0}, shards_unreachable{0};   // of shards_failed
   std::atomic<uint64_t> queued_bytes{0}, flight_bytes{0};
 };

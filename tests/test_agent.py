@@ -471,17 +471,24 @@ def test_a_log_line_for_each_span_in_which_something_happened(tmp_path: Path) ->
     with cluster_of(tmp_path, 3, k=2, m=1) as cluster, Client(cluster.map, layout=SMALL, config=NO_REUSE) as client:
 
         def line() -> str:
-            return activity.line([client.stats()], 3 * MIB, 12 * MIB, 10.0)
+            return activity.line({"a": client.stats()}, 3 * MIB, 12 * MIB, 10.0)
 
         assert line() == ""
         keys = chain(40, SMALL)
         data = store(client, keys)
-        assert line() == f"load 0 B/s, save {format_bytes(data.nbytes / 10)}/s, queue 0, pinned 25 %"
+        assert line() == f"load 0 B/s from nodes, save {format_bytes(data.nbytes / 10)}/s, queue 0, pinned 25 %"
         ticket = client.lookup(np.concatenate([keys, chain(40, SMALL)]))
         assert load(client, ticket)[0].blocks == 40
-        assert line() == f"load {format_bytes(data.nbytes / 10)}/s, save 0 B/s, lookup 0.1/s, hit 50 %, queue 0, pinned 25 %"
+        assert (
+            line()
+            == f"load {format_bytes(data.nbytes / 10)}/s from nodes, delivered 512 tokens/s, save 0 B/s, lookup 0.1/s, hit 50 %, queue 0, pinned 25 %"
+        )
         assert line() == ""
         for node in range(2):
             cluster.kill(node)
         assert client.store(keys, data, first_block=0).result(WAIT_SECONDS).outcome is StoreOutcome.FAILED
         assert line().endswith(f"not saved {format_bytes(data.nbytes)}")
+        assert activity.line({}, 0, MIB, 10.0) == "", "a kind that is gone takes nothing back"
+        with Client(cluster.map, layout=SMALL, config=NO_REUSE) as other:
+            other.lookup(keys)
+            assert "lookup 0.1/s, hit 0 %" in activity.line({"b": other.stats()}, 0, MIB, 10.0)

@@ -394,6 +394,13 @@ ASK_AND_STOP = """() => new Promise((stopped, failed) => {
 })"""
 
 
+# The answer as it is when all of it lies in the page's memory.
+COME_AT_ONCE = """() => {
+  const ask = window.fetch;
+  window.fetch = async (...words) => new Response(await (await ask(...words)).text());
+}"""
+
+
 def test_an_answer_can_be_stopped_and_a_refusal_is_told(served: Served, chromium: object) -> None:
     with Tab(chromium, served.url) as tab:
         page = tab.page
@@ -408,6 +415,19 @@ def test_an_answer_can_be_stopped_and_a_refusal_is_told(served: Served, chromium
         page.evaluate(ASK_AND_STOP)
         page.wait_for_selector("#word:has-text('stopped')")
         assert page.is_enabled("#send")
+
+
+def test_stop_is_heard_also_where_the_rest_of_the_answer_has_come_already(served: Served, chromium: object) -> None:
+    """A page without a processor for a while gets all of it at once: nothing is left to abort."""
+    with Tab(chromium, served.url) as tab:
+        page = tab.page
+        page.wait_for_selector("#facts:has-text('model tiny')")
+        page.evaluate(COME_AT_ONCE)
+        page.fill("#ask", "go on")
+        page.select_option("#heat", "0")
+        page.evaluate(ASK_AND_STOP)
+        page.wait_for_selector("#word:has-text('stopped')")
+        assert page.is_enabled("#send") and page.locator(".facts").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -168,6 +168,30 @@ def test_planes_come_from_nodes_into_their_layers_and_go_back(tmp_path: Path, la
         assert client.load(client.lookup(again), place).blocks == blocks and np.array_equal(place, data)
 
 
+def test_what_begins_in_the_middle_of_a_page_is_refused(tmp_path: Path) -> None:
+    """It would be taken from the wrong slots: another block's bytes under this block's key."""
+    layout = Layout((Section("block", BLOCK_BYTES),))
+    with (
+        cluster_of(tmp_path, 3, k=2, m=1) as cluster,
+        Client(cluster.map, layout=layout, config=NO_REUSE) as client,
+        PagedMover("cpu", tensors_of(128, 8, "cpu"), BLOCK_BYTES) as mover,  # two blocks a page
+    ):
+        keys, rows = chain(6, layout), mover.host_rows(3)
+        for first in (1, 3):
+            with pytest.raises(LayoutError, match=f"E514.*block {first}: lies in the middle of a page"):
+                store_pages(client, keys, mover, range(1, 3), rows, first_block=first)
+        assert store_pages(client, keys, mover, range(1, 3), rows, first_block=2).result(20).blocks == 3
+        assert store_pages(client, keys, mover, range(1), rows[:2], first_block=0).result(20).blocks == 2
+        until(lambda: client.lookup(keys).hit_blocks == 5, "the last shards")
+        ticket = client.lookup(keys)
+        with pytest.raises(LayoutError, match="E514"):
+            stream_planes(client, ticket, mover, range(1, 3), rows, blocks=range(1, 4))
+        with stream_planes(client, ticket, mover, range(1, 3), rows, blocks=range(2, 5)) as stream:
+            for moved in stream:
+                assert moved.event.wait(5)
+        assert stream.blocks == 3
+
+
 def test_pages_that_do_not_come_in_time_are_not_stored(tmp_path: Path) -> None:
     tensors = tensors_of(8, 4, "cpu")
     layout = Layout((Section("block", BLOCK_BYTES),))

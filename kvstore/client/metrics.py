@@ -97,7 +97,7 @@ def read_client(client: Client, values: Values) -> None:
     values.set("kvstore_save_dropped_bytes_total", stats["bytes_dropped"] + stats["bytes_unasked"], "full")
     values.set("kvstore_save_dropped_bytes_total", stats["bytes_declined"], "declined")
     values.set("kvstore_save_dropped_bytes_total", stats["bytes_busy"], "busy")
-    values.set("kvstore_save_dropped_bytes_total", stats["bytes_failed"] - stats["bytes_busy"], "error")
+    values.set("kvstore_save_dropped_bytes_total", stats["bytes_failed"], "error")
     values.set("kvstore_shards_asked_total", stats["shards_asked"] - stats["parity_shards_asked"], "data")
     values.set("kvstore_shards_asked_total", stats["parity_shards_asked"] + stats["late_asked"], "parity")
     values.set("kvstore_late_requests_total", stats["late_asked"] - stats["late_asked_after_errors"], "late")

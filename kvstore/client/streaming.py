@@ -48,6 +48,7 @@ MOVE_SECONDS: Final = 1.0  # after the load's deadline, for what had come by the
 class PlaneMoved:
     """Of plane `plane` of the first `blocks` blocks, `columns` are on their way: good once `event` is done. All of it, or a layer.
 
+    Of a PagedMover the tensors `mover.ends_in(columns)` are good then: one that began in an earlier plane is moved when it is whole.
     Later ones may come for fewer blocks."""
 
     plane: int
@@ -216,6 +217,7 @@ def stream_planes(
 
     Raises LayoutError E514, E517 for rows or a table that do not fit, and what `loader` raises where its planes() does."""
     wanted = checked_blocks(ticket, blocks)
+    _check_begins_page(mover, wanted.start if wanted else 0)
     source: Source
     if rows is not None:
         source = _Loading(loader, ticket, rows[: len(wanted)], wanted, hedge, deadline_seconds)
@@ -235,6 +237,12 @@ def stream_planes(
         raise
 
 
+def _check_begins_page(mover: Mover, block: int) -> None:
+    """A move fills its first page from the start: a block from the middle of a page would come to the wrong slot."""
+    if not mover.begins_page(block):
+        raise LayoutError("E514", f"block {block}", "lies in the middle of a page", "begin with the first block of that page")
+
+
 def store_pages(
     storer: Client | Agent | WorkerAgent,
     keys: Keys,
@@ -250,11 +258,12 @@ def store_pages(
     """Gathers blocks from the pages that `table` names into `rows` (n, block_bytes): keys[first_block : first_block + n]. Stores them.
 
     When this returns, the pages are the engine's again: what the caller's CUDA stream was told before comes first. `rows`, of the mover's
-    host_rows() or adopted, must stay as they are until the future is done (a WorkerAgent has copied them by then). Bytes of a block that no
-    page holds are stored as they are in `rows`. `deadline_seconds`: of the gathering.
+    host_rows() or adopted, must stay as they are until the future is done. Bytes of a block that no page holds are stored as they are in
+    `rows`. Where a page holds several blocks, `first_block` is one that begins a page. `deadline_seconds`: of the gathering.
 
     Raises LayoutError E514, E517 for rows or a table that do not fit, DeadlineExceeded E220 where pages did not come in time, Unreachable
     E221 where the device failed and `rows` must never be used again, and what `storer` raises where its store() does."""
+    _check_begins_page(mover, first_block)
     with mover.move(rows, table, [slice(0, mover.row_bytes)], to_device=False, deadline_seconds=deadline_seconds) as move:
         for _ in move:
             pass

@@ -406,8 +406,8 @@ class AgentProcess:
             for agent in self.agents:
                 agent.peers.close_idle()
             if (now := time.monotonic()) - told >= LINE_SECONDS:
-                stats = [agent.client.stats() for agent in self.agents]
-                if line := activity.line(stats, self.arena.taken_bytes, self.quota_bytes, now - told):
+                stats = {agent: agent.client.stats() for agent in self.agents}
+                if line := activity.line(stats, self.arena.taken_bytes, self.arena.size_bytes, now - told):
                     self.log.info(line)
                 told = now
         drained = self.drain(self._drain_seconds, self._drain_to)

@@ -212,6 +212,10 @@ class Mover(ABC):
         """Of a table: how many it names for so many blocks."""
         return blocks
 
+    def begins_page(self, block: int) -> bool:
+        """Whether a move may begin with this block of the request. Only pages that hold more than a block say no."""
+        return True
+
     def layers_in(self, columns: slice) -> list[slice]:
         """These columns of a block, cut where a layer of the pages is whole: each part is worth an event of its own."""
         return [columns]

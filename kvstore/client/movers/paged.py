@@ -113,6 +113,9 @@ class PagedMover(Mover):
         """Tensors whose last byte of a block lies there."""
         return [number for number, each in enumerate(self.layers) if columns.start < each.stop <= columns.stop]
 
+    def begins_page(self, block: int) -> bool:
+        return block * self.units_of_block % self.units_of_page == 0
+
     def layers_in(self, columns: slice) -> list[slice]:
         ends = sorted({self.layers[number].stop for number in self.ends_in(columns)} | {columns.stop})
         return [slice(first, end) for first, end in pairwise([columns.start, *ends])]
