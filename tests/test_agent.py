@@ -479,10 +479,8 @@ def test_a_log_line_for_each_span_in_which_something_happened(tmp_path: Path) ->
         assert line() == f"load 0 B/s from nodes, save {format_bytes(data.nbytes / 10)}/s, queue 0, pinned 25 %"
         ticket = client.lookup(np.concatenate([keys, chain(40, SMALL)]))
         assert load(client, ticket)[0].blocks == 40
-        assert (
-            line()
-            == f"load {format_bytes(data.nbytes / 10)}/s from nodes, delivered 512 tokens/s, save 0 B/s, lookup 0.1/s, hit 50 %, queue 0, pinned 25 %"
-        )
+        read = f"load {format_bytes(data.nbytes / 10)}/s from nodes, delivered 512 tokens/s"
+        assert line() == f"{read}, save 0 B/s, lookup 0.1/s, hit 50 %, queue 0, pinned 25 %"
         assert line() == ""
         for node in range(2):
             cluster.kill(node)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from kvstore.units import format_bytes
 
@@ -16,9 +16,9 @@ class AgentActivity:
     """Differences of Client.stats() between two looks, of all clients together."""
 
     def __init__(self) -> None:
-        self._last: dict[Hashable, dict[str, int]] = {}
+        self._last: dict[Any, dict[str, int]] = {}
 
-    def line(self, clients: Mapping[Hashable, Mapping[str, int | float]], pinned_bytes: int, memory_bytes: int, seconds: float) -> str:
+    def line(self, clients: Mapping[Any, Mapping[str, int | float]], pinned_bytes: int, memory_bytes: int, seconds: float) -> str:
         """One line, "" if nothing was looked up, loaded or stored since the last call. `clients`: stats by whose they are."""
         did = dict.fromkeys((*_COUNTED, *_DROPPED), 0)
         now = {whose: {name: int(stats[name]) for name in did} for whose, stats in clients.items()}
