@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,13 +124,24 @@ class Client:
 
     def write(self, *records: record.Record, bulk: wire.Connection | None = None) -> list[wire.Status]:
         """Stores records over one connection, one after the other."""
-        connection = bulk or self.bulk()
-        return [wire.Status(connection.ask(wire.Verb.WRITE, record.build(r)).status) for r in records]
+        with nullcontext(bulk) if bulk else self._for_a_moment(wire.Role.BULK) as connection:
+            return [wire.Status(connection.ask(wire.Verb.WRITE, record.build(r)).status) for r in records]
 
     def discover(self, *keys: bytes, owner: bytes = wire.NO_OWNER) -> list[wire.Writing]:
-        found, busy = wire.decode_discover_reply(self.small().ask(wire.Verb.DISCOVER, wire.encode_discover(keys, owner=owner)).body)
+        with self._for_a_moment(wire.Role.SMALL) as connection:
+            found, busy = wire.decode_discover_reply(connection.ask(wire.Verb.DISCOVER, wire.encode_discover(keys, owner=owner)).body)
         assert not busy
         return found
+
+    @contextmanager
+    def _for_a_moment(self, role: wire.Role) -> Iterator[wire.Connection]:
+        """Closed at once: who asks again and again would come to the limit of connections."""
+        connection = self.connect(role)
+        try:
+            yield connection
+        finally:
+            self._open.remove(connection)
+            connection.close()
 
     def close_connections(self) -> None:
         while self._open:
