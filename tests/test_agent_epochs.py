@@ -10,7 +10,7 @@ from agent_tools import agent_of
 from client_tools import V41, bytes_of, chain, cluster_of, until
 from test_agent_process import LIMITS
 
-from kvstore.client import LoadOutcome
+from kvstore.client import LoadOutcome, StoreOutcome
 from kvstore.client.agent.worker import WorkerAgent
 
 BLOCKS = 8
@@ -34,7 +34,7 @@ def test_an_agent_takes_a_new_epoch_while_it_runs_and_refuses_a_map_that_is_none
             def store(epoch: int) -> None:
                 keys[epoch] = chain(BLOCKS, V41)
                 data[epoch] = bytes_of(keys[epoch], V41)
-                assert worker.store(keys[epoch], data[epoch], first_block=0).result(20).outcome.readable
+                assert worker.store(keys[epoch], data[epoch], first_block=0).result(20).outcome is StoreOutcome.STORED
                 until(lambda: worker.lookup(keys[epoch]).hit_blocks == BLOCKS, "the last shards")
                 assert set(worker.lookup(keys[epoch]).extents["write_epoch"].tolist()) == {epoch}
 

@@ -183,7 +183,7 @@ def test_a_prompt_larger_than_the_quota_is_loaded_in_parts_and_staged_as_far_as_
     data = bytes_of(keys, V41)
     with WorkerAgent(site.path, layout=V41) as agent:
         for first, end in ((0, 50), (50, 100)):
-            assert agent.store(keys, data[first:end], first_block=first).result(20).outcome.readable
+            assert agent.store(keys, data[first:end], first_block=first).result(20).outcome is StoreOutcome.STORED
         ticket = agent.lookup(keys)
         place = np.empty_like(data)
         assert agent.load(ticket, place).blocks == 100 and np.array_equal(place, data)

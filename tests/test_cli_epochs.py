@@ -13,7 +13,7 @@ from cli_tool import Cli
 from client_tools import SMALL, WAIT_SECONDS, bytes_of, chain, store, until
 
 from kvstore.cli.cluster import ask_nodes
-from kvstore.client import Client
+from kvstore.client import Client, StoreOutcome
 from kvstore.clustermap import ClusterMap
 from kvstore.replay import story
 from kvstore.server.local import LocalCluster
@@ -66,5 +66,5 @@ def test_a_client_of_real_nodes_reads_the_file_again_when_they_refuse(cluster: L
             next_epoch(cluster)
             keys = chain(100, SMALL)
             done = client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS)
-            assert (done.outcome.readable, done.map_epoch, client.map.epoch) == (True, epoch, epoch)
+            assert (done.outcome, done.map_epoch, client.map.epoch) == (StoreOutcome.STORED, epoch, epoch)
             until(lambda: client.lookup(keys).hit_blocks == 100, "the last shards")  # noqa: B023  it is called before the next round

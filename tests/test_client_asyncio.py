@@ -12,7 +12,7 @@ import pytest
 from client_tools import EMULATED, NO_REUSE, SMALL, Blocks, bytes_of, chain, paced, store
 from faultpeer import Gate, Item, PeerCluster
 
-from kvstore.client import AsyncClient, Client, Ticket
+from kvstore.client import AsyncClient, Client, StoreOutcome, Ticket
 from kvstore.client.aio import WAITERS_MAX
 
 
@@ -26,7 +26,7 @@ def test_stores_lookups_and_loads_run_side_by_side(cluster: PeerCluster) -> None
     async def one(client: AsyncClient, number: int) -> None:
         keys = chain(20 + number, SMALL)
         data = bytes_of(keys, SMALL)
-        assert (await client.store(keys, data, first_block=0)).outcome.readable
+        assert (await client.store(keys, data, first_block=0)).outcome is StoreOutcome.STORED
         ticket = await client.lookup(keys)
         while EMULATED and ticket.hit_blocks < len(keys):  # nodes are silent for longer than a lookup waits
             ticket = await client.lookup(keys)

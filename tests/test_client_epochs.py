@@ -61,7 +61,7 @@ def test_what_was_refused_for_a_newer_map_is_placed_by_the_one_in_the_file(clust
         new.save(path)
         keys = chain(150, SMALL)
         result = client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS)
-        assert (result.outcome.readable, result.blocks, result.map_epoch, result.node_epoch) == (True, 150, 2, 0)
+        assert (result.outcome, result.blocks, result.map_epoch, result.node_epoch) == (StoreOutcome.STORED, 150, 2, 0)
         assert client.map == new
         ticket = client.lookup(keys)
         assert ticket.hit_blocks == 150 and set(ticket.extents["write_epoch"].tolist()) == {2}
@@ -153,8 +153,7 @@ def test_a_file_is_read_once_for_each_time_that_it_changed(
 
         def outcome() -> StoreOutcome:
             keys = chain(5, SMALL)
-            told = client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS).outcome
-            return StoreOutcome.STORED if told.readable else told
+            return client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS).outcome
 
         new = grown(cluster, old)
         assert [outcome() for _ in range(5)] == [StoreOutcome.STALE_MAP] * 5 and len(reads) == 1

@@ -167,7 +167,7 @@ def test_a_store_does_not_wait_for_a_stopped_node_and_frees_its_memory(cluster: 
         node = 4
         with stopped(cluster, node):
             result = client.store(keys, data, first_block=0).result(WAIT_SECONDS)
-            assert result.outcome.readable and result.extents_stored == 10
+            assert result.outcome is StoreOutcome.STORED and result.extents_stored == 10
             data[:] = 0xEE  # the caller's again
         until(lambda: client.stats()["flight_bytes"] == 0, "the late shards")
         # What the stopped node was sent is used: two others are gone.

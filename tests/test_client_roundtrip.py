@@ -138,7 +138,7 @@ def test_strided_memory_is_stored_from_where_it_lies(cluster: Cluster) -> None:
     with Client(cluster.map, layout=V41) as client:
         wide = np.zeros((70, V41.block_bytes + 64), np.uint8)
         wide[:, 32:-32] = bytes_of(keys, V41)
-        assert client.store(keys, wide[:, 32:-32], first_block=0).result(WAIT_SECONDS).outcome.readable
+        assert client.store(keys, wide[:, 32:-32], first_block=0).result(WAIT_SECONDS).outcome is StoreOutcome.STORED
         _, place = load(client, client.lookup(keys))
         assert np.array_equal(place, wide[:, 32:-32])
 

@@ -86,7 +86,7 @@ def test_a_busy_node_is_asked_again() -> None:
         for peer in cluster.peers[:4]:
             peer.reply_rule = busy_once(peer)
         keys = chain(5, SMALL)
-        assert client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS).outcome.readable
+        assert client.store(keys, bytes_of(keys, SMALL), first_block=0).result(WAIT_SECONDS).outcome is StoreOutcome.STORED
         assert len(refused) == 4
 
 
@@ -184,14 +184,14 @@ def test_a_full_queue_drops_the_oldest_and_counts_them() -> None:
         assert not futures[-1].done(), "the newest are kept"
         gate.open()
         outcomes = [future.result(WAIT_SECONDS).outcome for future in futures]
-        assert outcomes[-1].readable and outcomes.count(StoreOutcome.DROPPED) == len(dropped)
+        assert outcomes[-1] is StoreOutcome.STORED and outcomes.count(StoreOutcome.DROPPED) == len(dropped)
 
 
 def test_a_store_outlives_its_callers_reference() -> None:
     with PeerCluster() as cluster, Client(cluster.map, layout=V41) as client:
         keys = chain(100, V41)
         future = client.store(keys, bytes_of(keys, V41), first_block=0)  # nobody else holds these bytes
-        assert future.result(WAIT_SECONDS).outcome.readable
+        assert future.result(WAIT_SECONDS).outcome is StoreOutcome.STORED
         loaded, place = load(client, client.lookup(keys))
         assert loaded.blocks == 100 and np.array_equal(place, bytes_of(keys, V41))
 

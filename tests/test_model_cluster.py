@@ -14,7 +14,7 @@ import pytest
 import torch
 from client_tools import WAIT_SECONDS, cluster_of, until_whole
 
-from kvstore.client import Client, ClientConfig, LoadOutcome
+from kvstore.client import Client, ClientConfig, LoadOutcome, StoreOutcome
 from kvstore.clustermap import ClusterMap
 from kvstore.engine_integration.model import TINY, plan_resume
 from kvstore.engine_integration.model.model import Model
@@ -85,7 +85,7 @@ def test_another_process_resumes_from_the_cluster_to_the_same_bits_with_two_node
     with cluster_of(tmp_path) as cluster:
         with Client(cluster.map, layout=model.layout, config=CONFIG) as client:
             result = client.store(keys_of(model, PROMPT), blocks, first_block=0).result(WAIT_SECONDS)
-            assert result.outcome.readable and result.blocks == 12
+            assert (result.outcome, result.blocks) == (StoreOutcome.STORED, 12)
             until_whole(client, keys_of(model, PROMPT))
         cluster.kill(3)
         cluster.kill(8)

@@ -62,7 +62,7 @@ def test_infinite_capacity_hits_exactly_what_the_ideal_cache_hits(
     assert report.hit_tokens > 0 and report.wrong_bytes == 0 and report.short_loads == 0
     assert report.checked_bytes == report.loaded_bytes == report.hit_tokens // 128 * 320
     assert report.stored_bytes == (report.block_accesses - report.hit_tokens // 128) * 320
-    assert set(report.store_outcomes) <= {"stored", "degraded"}
+    assert set(report.store_outcomes) == {"stored"}
     rows = pq.read_table(log).to_pylist()
     assert [row["request"] for row in rows] == list(range(REQUESTS))
     assert [row["trace_time_ms"] for row in rows] == [request.time_ms for request in conversation]
@@ -123,9 +123,7 @@ def test_small_cluster_hits_about_what_exact_lru_hits(tmp_path: Path) -> None:
     blocks = capacity_blocks("25%", shape, TINY)
     with local_cluster(tmp_path, shape, blocks, layout=TINY) as small:
         report = run_replay(trace, small.map, ReplayOptions(layout=TINY, lru_capacity_blocks=blocks))
-    assert report.wrong_bytes == 0 and set(report.store_outcomes) <= {"stored", "degraded", "failed"}
-    failed = report.store_outcomes.get("failed", 0)  # where processors are so busy that a full node's eviction comes late
-    assert failed <= sum(report.store_outcomes.values()) / 100
+    assert report.wrong_bytes == 0 and set(report.store_outcomes) <= {"stored", "degraded"}
     assert report.points_from_lru is not None and abs(report.points_from_lru) < 1.0
     assert report.hit_tokens < report.ideal_hit_tokens  # something was evicted
 
